@@ -1,0 +1,38 @@
+"""The hybrid, hierarchical prefix cache: what is remembered. numpy and the standard library only; no clock, no I/O."""
+
+from .events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from .explain import Explanation
+from .facade import HybridPrefixCache
+from .families import Family, register_family
+from .group import CacheGroup
+from .lease import Binding, Lease, Match, PageCopy
+from .namespace import Namespace
+from .pool import PoolError
+from .publish import Replaced, Span
+from .steps import Commit
+from .tokens import token_bytes
+from .transfer import Landed, Operation
+
+__all__ = [
+    "AllBlocksCleared",
+    "Binding",
+    "BlockRemoved",
+    "BlockStored",
+    "CacheGroup",
+    "Commit",
+    "Explanation",
+    "Family",
+    "HybridPrefixCache",
+    "KVEvent",
+    "Landed",
+    "Lease",
+    "Match",
+    "Namespace",
+    "Operation",
+    "PageCopy",
+    "PoolError",
+    "Replaced",
+    "Span",
+    "register_family",
+    "token_bytes",
+]

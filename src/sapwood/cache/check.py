@@ -1,0 +1,264 @@
+"""The invariants, recomputed from nothing and compared with what is kept. Slow and thorough: for tests."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import numpy.typing as npt
+
+from .group import DEVICE, TIERS
+from .hashes import chain
+from .lease import Holder, Lease
+from .node import Node, Root
+from .pool import FLIGHT, FREE, LEASE, TREE, UNHOOKED, Ids
+from .steps import Steps
+from .transfer import Transfers
+from .tree import Tree, as_ids
+
+_HASHED_PAGES = 3000  # verify the hashes of trees up to this size
+
+
+def check(tree: Tree, transfers: Transfers, steps: Steps, leases: dict[Lease, None]) -> None:
+    """Raise AssertionError with what is wrong."""
+    _Check(tree, transfers, steps, leases).run()
+
+
+class _Check:
+    def __init__(self, tree: Tree, transfers: Transfers, steps: Steps, leases: dict[Lease, None]) -> None:
+        self.tree = tree
+        self.transfers = transfers
+        self.steps = steps
+        self.leases = leases
+        self.owner = [[np.zeros(p.capacity + 1, np.uint8) for p in row] for row in tree.pools]
+        self.readers = [[np.zeros(p.capacity + 1, np.int32) for p in row] for row in tree.pools]
+        self.pins: list[Counter[Node]] = [Counter() for _ in tree.tiers]
+        self.below: list[Node] = []
+
+    def run(self) -> None:
+        tree = self.tree
+        for namespace, root in tree.roots.items():
+            assert root.hooked and root.namespace == namespace, f"{namespace}: root is not hooked under its own name"
+            assert root.bound or root.holders or root.top.children, f"{namespace}: empty and not forgotten"
+            self._shape(root)
+        assert tree.nodes == len(self.below), f"{len(self.below)} nodes stand, {tree.nodes} are counted"
+        for root in [*tree.roots.values(), *tree.unhooked]:
+            for holder in root.holders:
+                if isinstance(holder, Lease):
+                    self._lease(holder)
+                else:
+                    self._holder(holder)
+        self._flights()
+        for transfer in [*self.transfers.pending.values(), *self.transfers.arrived.values()]:
+            for g, (_, targets) in transfer.parts.items():
+                self._own(transfer.tier, g, targets[targets != 0], FLIGHT, f"transfer {transfer.op}")
+        self._pools()
+        self._holds()
+        self._queues()
+
+    # ---- the tree
+
+    def _shape(self, root: Root) -> None:
+        stack = [root.top]
+        while stack:
+            node = stack.pop()
+            if node is not root.top:
+                self._node(node)
+            assert (node.recent is None) == (not node.children), f"{self._at(node)}: no guess at a child"
+            for key, child in node.children.items():
+                assert child.parent is node and child.root is root, f"{self._at(child)}: not linked to its parent"
+                assert child.start == node.end, f"{self._at(child)}: does not begin where its parent ends"
+                assert child.edge[: self.tree.page_bytes] == key, f"{self._at(child)}: stands under a wrong key"
+                self._closure(node, child)
+                stack.append(child)
+
+    def _closure(self, node: Node, child: Node) -> None:
+        if not self.tree.closed or node.parent is None:
+            return
+        if child.device.count:
+            assert node.device.count, f"{self._at(child)}: on the device, its parent is not"
+        if child.host is not None and child.host.count:
+            whole = node.device.count == node.n or (node.host is not None and node.host.count == node.n)
+            assert whole, f"{self._at(child)}: has a host copy that cannot be reached"
+
+    def _node(self, node: Node) -> None:
+        tree, at = self.tree, self._at(node)
+        self.below.append(node)
+        assert node.n > 0 and len(node.edge) == node.n * tree.page_bytes, f"{at}: edge of a wrong length"
+        if tree.closed:
+            assert node.device.count in (0, node.n), f"{at}: {node.device.count} of {node.n} pages on the device"
+            if node.host is not None and not node.device.count:
+                assert node.host.count in (0, node.n), f"{at}: partly on host and not on the device"
+        something = False
+        for t in tree.tiers:
+            copy = tree.copy_in(node, t)
+            something |= copy.count > 0 or (not tree.closed and any(copy.pages))
+            for g in range(len(tree.groups)):
+                pages = copy.pages[g]
+                if g in tree.slots:
+                    ids = np.array([pages] if pages else [], np.int32)
+                else:
+                    ids = as_ids(pages or b"")
+                    size = copy.count if g in tree.closed else node.n
+                    assert pages is None or len(ids) == size, f"{at}: {len(ids)} ids of {tree.groups[g].name}"
+                    assert g not in tree.closed or ids.all(), f"{at}: a hole in {tree.groups[g].name}"
+                    ids = ids[ids != 0]
+                self._own(t, g, ids, TREE, at)
+        held = node.device.holds or (node.host is not None and node.host.holds)
+        assert something or node.children or held, f"{at}: has nothing and is held by nobody"
+        assert not node.promised or node.device.holds, f"{at}: promised, and nobody holds it"
+        if node.hashes is not None:
+            assert len(node.hashes) % 32 == 0 and len(node.hashes) <= 32 * node.n, f"{at}: too many hashes"
+            self._hashes(node)
+
+    def _hashes(self, node: Node) -> None:
+        assert node.hashes is not None
+        parent = node.parent
+        if node.n > _HASHED_PAGES or parent is None or (parent.parent is not None and parent.hashes is None):
+            return
+        before = bytes(parent.hashes[-32:]) if parent.hashes else node.root.digest
+        if parent.hashes and len(parent.hashes) != 32 * parent.n:
+            return
+        known = len(node.hashes) // 32 * self.tree.page_bytes
+        right = chain(before, bytes(node.edge[:known]), self.tree.page_bytes)
+        assert right == node.hashes, f"{self._at(node)}: wrong hashes"
+
+    @staticmethod
+    def _at(node: Node) -> str:
+        return f"node {node.seq} (pages {node.start} to {node.end} of {node.root.namespace})"
+
+    # ---- who holds what
+
+    def _lease(self, lease: Lease) -> None:
+        tree = self.tree
+        name = "lease" + (" that has ended" if lease.ended else "")
+        assert lease.ended or lease in self.leases, "a lease is held that nobody knows"
+        owner = FLIGHT if lease.ended else LEASE
+        for g, slot in lease.working.items():
+            self._own(DEVICE, g, np.array([slot], np.int32), owner, name)
+        for g, slot in lease.seed.items():
+            self.readers[DEVICE][g][slot] += 1
+        for g in tree.closed + tree.loose:
+            self._own(DEVICE, g, lease.private(g), owner, name)
+            columns, ids = lease.adopted(g)
+            if g in tree.loose or lease.detached:
+                np.add.at(self.readers[DEVICE][g], ids, 1)
+            if not lease.detached:
+                self._follows(lease, g, columns, ids)
+        if lease.detached:
+            assert not lease.root.hooked, "a lease is detached from a namespace that is there"
+            return
+        assert lease.node.end == lease.depth, f"lease at {lease.depth} is anchored at {self._at(lease.node)}"
+        self.pins[DEVICE][lease.node] += 1
+
+    def _follows(self, lease: Lease, g: int, columns: Ids, ids: Ids) -> None:
+        if not len(columns):
+            return
+        theirs = np.zeros(int(columns[-1]) + 1, np.int32)
+        for node, first, last in self.tree.cover(lease.node, 0, len(theirs)):
+            pages = node.device.pages[g]
+            if pages:
+                theirs[node.start + first : node.start + last] = as_ids(pages)[first:last]
+        wrong = theirs[columns] != ids
+        assert not wrong.any(), (
+            f"lease: column {int(columns[wrong][0])} of {self.tree.groups[g].name} "
+            f"is page {int(ids[wrong][0])}, the tree has {int(theirs[columns[wrong][0]])}"
+        )
+
+    def _holder(self, holder: Holder) -> None:
+        for (tier, g), ids in holder.pages.items():
+            if g not in self.tree.closed or holder.detached:
+                np.add.at(self.readers[tier][g], ids, 1)
+        if not holder.detached:
+            for tier in holder.tiers:
+                self.pins[tier][holder.node] += 1
+
+    def _flights(self) -> None:
+        for flight in self.steps.flights.values():
+            for g, ids in flight.freed:
+                self._own(DEVICE, g, ids, FLIGHT, f"step {flight.step}")
+            for snapshot in flight.snapshots:
+                for g, slot in snapshot.slots.items():
+                    self._own(DEVICE, g, np.array([slot], np.int32), FLIGHT, f"checkpoint of step {flight.step}")
+            for lease in flight.ended:
+                assert lease.ended and lease in lease.root.holders, f"step {flight.step} waits for a live lease"
+
+    def _own(self, tier: int, g: int, ids: Ids, owner: int, who: str) -> None:
+        marks = self.owner[tier][g]
+        taken = ids[marks[ids] != 0]
+        name = f"{self.tree.groups[g].name} on {TIERS[tier]}"
+        assert not len(taken), f"{name}: page {int(taken[0])} has two owners, one of them {who}"
+        assert len(np.unique(ids)) == len(ids), f"{name}: {who} has a page twice"
+        marks[ids] = owner
+
+    # ---- counts
+
+    def _pools(self) -> None:
+        for t in self.tree.tiers:
+            for g, pool in enumerate(self.tree.pools[t]):
+                kept: npt.NDArray[np.uint8] = np.frombuffer(bytes(pool.owner), np.uint8)
+                seen = self.owner[t][g]
+                readers = self.readers[t][g]
+                unhooked = kept == UNHOOKED
+                assert not (unhooked & (seen != FREE)).any(), f"{pool.name}: an unhooked page is owned by somebody else"
+                assert not (unhooked & (readers == 0)).any(), f"{pool.name}: an unhooked page has no reader"
+                wrong = ((kept != seen) & ~unhooked).nonzero()[0]
+                assert not len(wrong), (
+                    f"{pool.name}: page {int(wrong[0])} is kept as owner {int(kept[wrong[0]])}, "
+                    f"is really with {int(seen[wrong[0]])}"
+                )
+                wrong = (readers != pool.readers).nonzero()[0]
+                assert not len(wrong), (
+                    f"{pool.name}: page {int(wrong[0])} has {int(readers[wrong[0]])} readers, "
+                    f"{int(pool.readers[wrong[0]])} are counted"
+                )
+                counts = np.bincount(kept[1:], minlength=5).tolist()
+                assert counts == pool.counts, f"{pool.name}: owners {counts}, counted {pool.counts}"
+                assert sum(pool.counts) == pool.capacity and min(pool.counts) >= 0, f"{pool.name}: {pool.counts}"
+                free = pool.free_ids()
+                assert len(np.unique(free)) == len(free) == pool.free == counts[FREE], f"{pool.name}: free list"
+                assert not len(free) or not kept[free].any(), f"{pool.name}: a page in the free list is owned"
+                if pool.by_page:
+                    idle = int(np.count_nonzero((kept == TREE) & (readers == 0)))
+                    assert idle == pool.idle, f"{pool.name}: {idle} pages are idle, {pool.idle} are counted"
+
+    def _holds(self) -> None:
+        tree = self.tree
+        for t in tree.tiers:
+            evictable = 0
+            for node in reversed(self.below):
+                copy = tree.copy_in(node, t)
+                children = [tree.copy_in(child, t) for child in node.children.values()]
+                holds = self.pins[t][node] + sum(1 for child in children if child.holds)
+                assert holds == copy.holds, f"{self._at(node)}: {holds} holds on {TIERS[t]}, {copy.holds} are counted"
+                kids = sum(1 for child in children if child.count)
+                assert kids == copy.kids, f"{self._at(node)}: {kids} children on {TIERS[t]}, {copy.kids} are counted"
+                evictable += 0 if holds else copy.count
+            shelf = tree.shelves[t]
+            assert evictable == shelf.evictable, (
+                f"{TIERS[t]}: {evictable} pages can be evicted, {shelf.evictable} are counted"
+            )
+
+    def _queues(self) -> None:
+        tree = self.tree
+        for t in tree.tiers:
+            shelved = Counter(entry[2] for entry in tree.shelves[t].heap)
+            for node in self.below:
+                copy = tree.copy_in(node, t)
+                assert shelved[node] == (copy.queued & 1), f"{self._at(node)}: {shelved[node]} entries in its queue"
+                if copy.count and not copy.holds and not copy.kids:
+                    assert copy.queued & 1, f"{self._at(node)}: could be evicted from {TIERS[t]}, is in no queue"
+        for (g, t), queue in tree.queues.items():
+            readers = tree.pools[t][g].readers
+            standing = [Counter(entry[2] for entry in heap) for heap in queue.heaps]
+            for node in self.below:
+                copy = tree.copy_in(node, t)
+                for which in (0, 1):
+                    inside = bool(copy.queued & queue.bits[which])
+                    assert standing[which][node] == inside, f"{self._at(node)}: queue {which} of group {g}"
+                pages = copy.pages[g]
+                ids = np.array([pages or 0], np.int32) if g in tree.slots else as_ids(pages or b"")
+                if ((ids != 0) & (readers[ids] == 0)).any():
+                    assert copy.queued & (queue.bits[0] | queue.bits[1]), (
+                        f"{self._at(node)}: has idle pages of {tree.groups[g].name} on {TIERS[t]}, is in no queue"
+                    )

@@ -1,0 +1,142 @@
+"""Why a prompt missed: where its prefix parts from what is cached, and the reason. Touches nothing."""
+
+from __future__ import annotations
+
+import zlib
+from typing import NamedTuple
+
+import numpy as np
+
+from .admission import Desk
+from .namespace import Namespace
+from .node import Root
+from .path import Path, agree
+from .tree import Tree
+
+
+class Explanation(NamedTuple):
+    """What the cache would serve a prompt, and why it is not more.
+
+    reason    hit           all that could be cached is, or nobody has sent more of this prompt before
+              short         the prompt has no whole page
+              empty         nothing is cached in this namespace
+              diverged      other tokens follow at `position`
+              evicted       it was cached, and had to make room at step `since`
+              no_snapshot   a recurrent group has no snapshot so deep
+              window_gone   a window group has lost pages it would need so deep
+              off           the prefix cache is switched off
+              other_namespace   another adapter, salt or version has more of it (told to an administrator only)
+    position  the first token that has to be computed, or the first that differs (`diverged`)
+    cached    tokens that would be served
+    """
+
+    reason: str
+    position: int
+    cached: int
+    since: int | None
+    detail: str
+
+
+def explain(tree: Tree, desk: Desk, enabled: bool, namespace: Namespace, tokens: bytes, admin: bool) -> Explanation:
+    length = len(tokens) // 4
+    size = tree.page_size
+    if not enabled:
+        return Explanation("off", 0, 0, None, "The prefix cache is switched off.")
+    if not desk.most_pages(length):
+        return Explanation(
+            "short", 0, 0, None, f"The prompt has {length} tokens; only whole pages of {size} tokens are cached."
+        )
+    root = tree.roots.get(namespace)
+    if root is None:
+        found = Explanation("empty", 0, 0, None, "Nothing is cached in this namespace.")
+        since = tree.ghosts.since(namespace.digest(), 0, 0, tokens[: tree.page_bytes])
+        if since is not None:
+            found = Explanation("evicted", 0, 0, since, f"It was cached and had to make room at step {since}.")
+    else:
+        found = _within(tree, desk, root, tokens, length, admin)
+    if admin and found.reason != "hit":
+        return _elsewhere(tree, desk, namespace, tokens, length, found)
+    return found
+
+
+def _real_path(tree: Tree, root: Root, tokens: bytes) -> Path:
+    """The matched path as far as it has really been computed."""
+    path = tree.walk(root, tokens)
+    for node in path.nodes:
+        for promise in node.promised or ():
+            path.depth = min(path.depth, promise.low())
+    path.nodes = [node for node in path.nodes if node.start < path.depth]
+    return path
+
+
+def _within(tree: Tree, desk: Desk, root: Root, tokens: bytes, length: int, admin: bool) -> Explanation:
+    path = _real_path(tree, root, tokens)
+    boundary, limiter = desk.boundary(path, length)
+    cached = min(boundary * tree.page_size, length - 1)
+    reason = desk.reason(path, boundary, limiter, length)
+    served = f"{cached} of {length} tokens would be served"
+    if reason in ("no_snapshot", "window_gone"):
+        group = tree.groups[limiter].name
+        lost = "has no snapshot" if reason == "no_snapshot" else "has lost pages of its window"
+        return Explanation(
+            reason,
+            cached,
+            cached,
+            None,
+            f"{served}; the tokens are known up to {path.depth * tree.page_size}, but group {group!r} {lost} there.",
+        )
+    at = path.depth * tree.page_bytes
+    page = tokens[at : at + tree.page_bytes]
+    if boundary < desk.most_pages(length) and len(page) == tree.page_bytes:
+        since = tree.ghosts.since(root.digest, path.depth, zlib.crc32(tokens[:at]), page)
+        if since is not None:
+            return Explanation(
+                "evicted", cached, cached, since, f"{served}; the rest was cached and had to make room at step {since}."
+            )
+    if reason == "diverged":
+        return _diverged(tree, path, tokens, cached, served, admin)
+    if reason == "empty":
+        return Explanation("empty", 0, 0, None, "Nothing is cached in this namespace.")
+    return Explanation(reason, cached, cached, None, f"{served}.")
+
+
+def _diverged(tree: Tree, path: Path, tokens: bytes, cached: int, served: str, admin: bool) -> Explanation:
+    """The first token at which the prompt differs from the most similar thing that is cached."""
+    offset = path.depth * tree.page_bytes
+    last = path.nodes[-1] if path.nodes else path.root.top
+    if path.nodes and last.end > path.depth:
+        pages = [bytes(last.edge[(path.depth - last.start) * tree.page_bytes :][: tree.page_bytes])]
+    else:
+        pages = [bytes(child.edge[: tree.page_bytes]) for child in last.children.values()]
+    nearest = max(pages, key=lambda page: agree(page, tokens, offset, 4))
+    same = agree(nearest, tokens, offset, 4)
+    position = path.depth * tree.page_size + same
+    if position * 4 >= len(tokens):
+        return Explanation("hit", cached, cached, None, f"{served}; the rest does not fill a page.")
+    detail = f"{served}; other tokens are cached from position {position} on."
+    if admin:
+        theirs = np.frombuffer(nearest, np.int32)[same : same + 8].tolist()
+        ours = np.frombuffer(tokens, np.int32)[position : position + 8].tolist()
+        detail += f" Cached: {theirs}, asked for: {ours}."
+    return Explanation("diverged", position, cached, None, detail)
+
+
+def _elsewhere(
+    tree: Tree, desk: Desk, namespace: Namespace, tokens: bytes, length: int, found: Explanation
+) -> Explanation:
+    best, where = found.cached, None
+    for other, root in tree.roots.items():
+        if other != namespace:
+            boundary, _ = desk.boundary(_real_path(tree, root, tokens), length)
+            cached = min(boundary * tree.page_size, length - 1)
+            if cached > best:
+                best, where = cached, other
+    if where is None:
+        return found
+    return Explanation(
+        "other_namespace",
+        found.position,
+        found.cached,
+        found.since,
+        f"{where} has {best} of {length} tokens. In this namespace: {found.reason}. {found.detail}",
+    )

@@ -1,0 +1,381 @@
+"""`HybridPrefixCache`: the one door to the cache. It speaks of a request's life and never names a family.
+
+    bind -> match_prefix -> admit -> [opening, grow, publish, checkpoint -> step_commit | step_failed, rewind]* ->
+    retract | finish_request -> unbind
+
+Every method either does all it says or raises (or returns None where it says so) with nothing changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy.typing as npt
+
+from . import check as checking
+from . import explain as explaining
+from .admission import Desk
+from .events import AllBlocksCleared, KVEvent
+from .explain import Explanation
+from .group import DEVICE, HOST, TIERS, CacheGroup, validate_groups, whole_number
+from .hashes import chain
+from .lease import Binding, Lease, Match, PageCopy
+from .namespace import Namespace
+from .pool import LEASE, OWNERS, Ids
+from .publish import Publisher, Span
+from .room import Room
+from .steps import Commit, Steps
+from .tokens import token_bytes
+from .transfer import Landed, Operation, Transfers
+from .tree import Tree
+from .unhook import unhook
+
+Tokens = bytes | bytearray | memoryview | npt.NDArray[Any] | Sequence[int]
+
+
+class HybridPrefixCache:
+    """A prefix cache for models of any mix of groups, on device and host. Pure book-keeping: pages are numbers.
+
+    `events` records KV events for `drain_events`; `hashes` computes page hashes even without them (for a store).
+    `enabled=False` finds and keeps nothing, with the same interface. `ghost_bytes` bounds the memory of what was
+    evicted, from which `explain` tells.
+    """
+
+    def __init__(
+        self,
+        page_size: int,
+        groups: Sequence[CacheGroup],
+        events: bool = False,
+        hashes: bool = False,
+        *,
+        enabled: bool = True,
+        ghost_bytes: int = 1 << 20,
+    ) -> None:
+        groups = tuple(groups)
+        validate_groups(page_size, groups)
+        whole_number("ghost_bytes", ghost_bytes, 0, 1 << 40)
+        self.page_size = page_size
+        self.groups = groups
+        self.enabled = enabled
+        self._tree = tree = Tree(page_size, groups, hashes, events, ghost_bytes)
+        self._room = Room(tree)
+        self._transfers = Transfers(tree, self._room)
+        self._desk = Desk(tree, self._room, self._transfers)
+        self._publisher = Publisher(tree)
+        self._steps = Steps(tree, self._room, self._desk, self._publisher)
+        self._leases: dict[Lease, None] = {}
+        self._index = {group.name: i for i, group in enumerate(groups)}
+        self._tally: dict[str, int] = {
+            "requests": 0,
+            "prompt_tokens": 0,
+            "cached_tokens": 0,
+            "retracted": 0,
+            "copies": 0,
+        }
+        self._reasons: dict[str, int] = {}
+        self._off = Namespace(salt="sapwood: the prefix cache is off")
+
+    # ---- namespaces
+
+    def bind(self, namespace: Namespace) -> Binding:
+        """Tie a request to a namespace as it is now. Evicting the namespace later does not move the request."""
+        if not isinstance(namespace, Namespace):
+            raise ValueError(f"namespace must be a Namespace, got {namespace!r:.60}")
+        root = self._tree.root_of(namespace)
+        root.bound += 1
+        return Binding(root)
+
+    def unbind(self, binding: Binding) -> None:
+        """The request is over."""
+        self._bound(binding)
+        binding.live = False
+        binding._root.bound -= 1
+        self._tree.forget_if_empty(binding._root)
+
+    def evict_namespace(self, namespace: Namespace) -> bool:
+        """Forget a namespace at once. What running requests hold of it is freed when the last of them ends.
+        Returns whether there was anything; doing it again changes nothing."""
+        root = self._tree.roots.get(namespace)
+        if root is None:
+            self._tree.ghosts.forget(namespace.digest())
+            return False
+        unhook(self._tree, root, silently=False)
+        return True
+
+    def flush(self) -> None:
+        """Forget every namespace."""
+        tree = self._tree
+        for root in list(tree.roots.values()):
+            unhook(tree, root, silently=True)
+        tree.ghosts.clear()
+        if tree.announcing:
+            tree.events.append(AllBlocksCleared())
+
+    # ---- the life of a request
+
+    def match_prefix(self, binding: Binding, tokens: Tokens, host: bool = True) -> Match:
+        """What the cache could serve this prompt, from the device or (unless `host` is False) by loading from host.
+        Pins nothing. `tokens` may be bytes of int32, which are taken as they are."""
+        self._bound(binding)
+        raw = tokens if type(tokens) is bytes else token_bytes(tokens)
+        length, rest = divmod(len(raw), 4)
+        if rest or not length:
+            raise ValueError(f"tokens must be one or more int32 values, got {len(raw)} bytes")
+        if not self.enabled:
+            return self._desk.nothing(binding, raw, length, "off")
+        return self._desk.match(binding, raw, length, HOST if host else DEVICE)
+
+    def match_nothing(self, binding: Binding, tokens: Tokens) -> Match:
+        """A match that adopts nothing, for a request that must compute every token itself."""
+        self._bound(binding)
+        raw = tokens if type(tokens) is bytes else token_bytes(tokens)
+        return self._desk.nothing(binding, raw, len(raw) // 4, "off")
+
+    def admit(self, match: Match, upto: int) -> tuple[Lease, Operation | None] | None:
+        """A lease for the matched request with pages for its tokens up to `upto`, in all groups; None if one of them
+        has no room, with nothing changed. With an Operation to carry out, or `lease.loading`, the request waits for
+        `load_done` and gets its pages with `grow` then."""
+        self._bound(match.binding)
+        whole_number("upto", upto, match.start + 1, match.length)
+        if match.version != self._tree.version and match.reason != "off":
+            again = self._desk.match(match.binding, match.tokens, match.length, match.path.tier)
+            upto = min(match.length, again.start + upto - match.start)
+            match = again
+        admitted = self._desk.admit(match, upto)
+        if admitted is None:
+            return None
+        lease = admitted[0]
+        lease.writes = self.enabled
+        self._leases[lease] = None
+        self._count(match, lease)
+        return admitted
+
+    def opening(self, lease: Lease, step: int) -> list[PageCopy]:
+        """The copies to run before the first batch of a lease (or the next, after `adopt` and `rewind`)."""
+        self._live(lease)
+        copies = self._steps.opening(lease, step)
+        self._tally["copies"] += len(copies)
+        return copies
+
+    def adopt(self, lease: Lease, tokens: bytes, position: int) -> int:
+        """Before the next chunk at `position`: take over what others have published since, if no step in flight has
+        a row of this lease. Returns where to go on; beyond `position` if some of it need not be computed."""
+        self._live(lease)
+        if not self.enabled:
+            return position
+        return self._desk.adopt(lease, tokens, position)
+
+    def growable(self, lease: Lease, upto: int) -> int:
+        """Up to which token, at most `upto`, every group could give pages now."""
+        self._live(lease)
+        size, tree = self.page_size, self._tree
+        for g in tree.closed + tree.loose:
+            have = len(lease.tables[g]) // 4
+            if have * size < upto:
+                upto = min(upto, (have + self._room.available(DEVICE, g)) * size)
+        return upto
+
+    def grow(self, lease: Lease, upto: int) -> bool:
+        """Private pages for the tokens up to `upto`, in every group or (False, nothing changed) in none."""
+        self._live(lease)
+        tree = self._tree
+        columns = -(-upto // self.page_size)
+        need = {g: max(0, columns - len(lease.tables[g]) // 4) for g in tree.closed + tree.loose}
+        if not self._room.can_make(DEVICE, need):
+            return False
+        self._room.make(DEVICE, need)
+        self._desk.extend(lease, upto)
+        return True
+
+    def grow_rows(self, leases: Sequence[Lease]) -> dict[str, Ids] | None:
+        """One more page for each lease in every group of pages; the new ids by group, or None, nothing changed."""
+        tree = self._tree
+        n = len(leases)
+        paged = tree.closed + tree.loose
+        need = dict.fromkeys(paged, n)
+        if not self._room.can_make(DEVICE, need):
+            return None
+        self._room.make(DEVICE, need)
+        grown = {}
+        for g in paged:
+            ids = tree.pools[DEVICE][g].allocate(n, LEASE)
+            grown[self.groups[g].name] = ids
+            raw = ids.tobytes()
+            for at, lease in enumerate(leases):
+                lease.tables[g] += raw[4 * at : 4 * at + 4]
+        return grown
+
+    def table(self, lease: Lease, group: str) -> Ids:
+        """The pages of one group by column (0 = hole); for a family of slots, the working slot."""
+        return lease.table(self._index[group])
+
+    def write_from(self, lease: Lease, start: int) -> dict[str, int]:
+        """By group: the first position whose K/V a row beginning at `start` may write. Ask before `publish`."""
+        size, tree = self.page_size, self._tree
+        return {
+            group.name: start if g in tree.slots else max(start, lease.upto[g] * size)
+            for g, group in enumerate(self.groups)
+        }
+
+    def slide(self, lease: Lease, position: int) -> None:
+        """Everything up to `position` is real: give up pages no row from there on needs."""
+        self._live(lease)
+        self._desk.slide(lease, position)
+
+    def publish(self, lease: Lease, tokens: bytes, upto: int, step: int) -> None:
+        """Hand the first `upto` pages to the tree, promised by `step`; `tokens` are those of the request from its
+        first on."""
+        self._live(lease)
+        if lease.writes and not lease.detached:
+            steps = self._steps
+            self._publisher.publish(lease, tokens, 0, upto, steps.flight(step), steps.oldest(step))
+
+    def publish_rows(self, leases: Sequence[Lease], pages: bytes, reading: int | None) -> None:
+        """Each lease has computed one more page, real already: hand it to the tree. `pages` are their tokens, one page
+        after the other; `reading` is the newest step in flight that reads these leases' tables."""
+        fallen = self._publisher.publish_rows(leases, pages)
+        for lease, duplicates in fallen:
+            if reading is None:
+                self._publisher.settle(lease, duplicates)
+
+    def checkpoint(self, lease: Lease, page: int, step: int) -> list[PageCopy]:
+        """Keep the state as it will be after `step`, at the end of `page` pages. Empty if no slot can be had."""
+        self._live(lease)
+        return self._steps.checkpoint(lease, page, step, rolling=False)
+
+    def roll_checkpoint(self, lease: Lease, page: int, step: int) -> list[PageCopy]:
+        """A checkpoint that takes the place of the lease's last rolling one once it is real."""
+        self._live(lease)
+        return self._steps.checkpoint(lease, page, step, rolling=True)
+
+    def step_commit(self, step: int) -> Commit:
+        """Step `step` is done: what it promised is real."""
+        return self._steps.commit(step)
+
+    def step_failed(self, step: int) -> list[Lease]:
+        """Step `step` failed: what it and later steps in flight promised is withdrawn. Returns the leases that lost
+        pages; each of them, and each that had a row in those steps, goes on from where `rewind` says."""
+        return self._steps.failed(step)
+
+    def rewind(self, lease: Lease, position: int) -> int:
+        """Where a row goes on that had computed `position` tokens before the step that failed."""
+        self._live(lease)
+        return self._steps.rewind(lease, position)
+
+    def retract(self, lease: Lease, fill: bytes, computed: int, reading: int | None) -> None:
+        """Take a lease away from a request that will come back: like `finish_request`."""
+        self._tally["retracted"] += 1
+        self.finish_request(lease, fill, computed, reading)
+
+    def finish_request(self, lease: Lease, fill: bytes, computed: int, reading: int | None) -> None:
+        """The request ends after `computed` tokens. `fill` are the tokens of whole computed pages that are not
+        published yet. `reading` is the newest step in flight with one of its rows, or None."""
+        self._live(lease)
+        pages, rest = divmod(len(fill), self._tree.page_bytes)
+        if rest:
+            raise ValueError(f"fill must be whole pages of {self._tree.page_bytes} bytes, got {len(fill)} bytes")
+        if lease.writes and not lease.detached and reading not in self._steps.flights:
+            if pages:
+                self._publisher.publish(lease, fill, lease.depth, lease.depth + pages, None, 0)
+            if self._tree.slots:
+                self._steps.publish_state(lease, computed)
+        del self._leases[lease]
+        self._steps.end(lease, reading)
+
+    # ---- transfers
+
+    def begin_save(self, span: Span) -> Operation | None:
+        """Start to copy real pages to host; None if there is nothing to do or no room."""
+        return self._transfers.begin_save(span)
+
+    def save_done(self, op: int, ok: bool) -> Span | None:
+        """A save is over; what host has now is visible. None if it failed or its namespace is gone."""
+        return self._transfers.save_done(op, ok)
+
+    def load_done(self, op: int, ok: bool) -> Landed:
+        """A load is over: leases that can go on, and leases that must be given back and admitted without host."""
+        landed = self._transfers.load_done(op, ok)
+        for lease in landed.ready:
+            self._desk.seat(lease)
+        return landed
+
+    # ---- questions
+
+    def page_hashes(self, namespace: Namespace, tokens: Tokens) -> list[bytes]:
+        """The sha256 chain of a prompt's whole pages: what its store keys and events are made of."""
+        raw = tokens if type(tokens) is bytes else token_bytes(tokens)
+        whole = len(raw) // self._tree.page_bytes * self._tree.page_bytes
+        digests = chain(namespace.digest(), raw[:whole], self._tree.page_bytes)
+        return [bytes(digests[at : at + 32]) for at in range(0, len(digests), 32)]
+
+    def drain_events(self) -> list[KVEvent]:
+        """The KV events since the last call, in order."""
+        events, self._tree.events = self._tree.events, []
+        return events
+
+    def explain(self, namespace: Namespace, tokens: Tokens, admin: bool = False) -> Explanation:
+        """Why this prompt would hit no more than it does. Changes nothing."""
+        return explaining.explain(self._tree, self._desk, self.enabled, namespace, token_bytes(tokens), admin)
+
+    def stats(self) -> dict[str, Any]:
+        """Everything a dashboard draws: pages by group, tier and owner; hits, reasons, evictions, transfers."""
+        tree = self._tree
+        pages: dict[str, dict[str, dict[str, int]]] = {}
+        evicted: dict[str, dict[str, int]] = {}
+        for g, group in enumerate(self.groups):
+            pages[group.name], evicted[group.name] = {}, {}
+            for t in range(len(TIERS)):
+                if t not in tree.tiers:
+                    pages[group.name][TIERS[t]] = dict.fromkeys(("capacity", "free", *OWNERS, "bytes"), 0)
+                    continue
+                pool = tree.pools[t][g]
+                owners = dict(zip(("free", *OWNERS), pool.counts, strict=True))
+                pages[group.name][TIERS[t]] = {"capacity": pool.capacity, **owners, "bytes": pool.used_bytes}
+                evicted[group.name][TIERS[t]] = tree.evicted[t][g]
+        return {
+            "pages": pages,
+            "evicted": evicted,
+            **self._tally,
+            "reasons": dict(self._reasons),
+            "transfers": dict(self._transfers.counts),
+            "steps": dict(self._steps.counts),
+            "nodes": tree.nodes,
+            "leases": len(self._leases),
+            "ghosts": {"entries": len(tree.ghosts), "bytes": tree.ghosts.used_bytes, "limit": tree.ghosts.limit_bytes},
+            "namespaces": [
+                {"namespace": namespace, "bound": root.bound, **root.tally} for namespace, root in tree.roots.items()
+            ],
+            "unhooked": len(tree.unhooked),
+        }
+
+    def check(self) -> None:
+        """Raise AssertionError, saying what is wrong, if an invariant does not hold. Slow: for tests."""
+        checking.check(self._tree, self._transfers, self._steps, self._leases)
+
+    def watch(self, seen: Callable[[str, str, str, Ids], None]) -> None:
+        """Call `seen(group, tier, "taken" | "freed", pages)` whenever pages change hands with a pool: for checkers."""
+        for t in self._tree.tiers:
+            for group, pool in zip(self.groups, self._tree.pools[t], strict=True):
+                pool.watch = partial(seen, group.name, TIERS[t])
+
+    # ---- inside
+
+    def _count(self, match: Match, lease: Lease) -> None:
+        reason = self._desk.refine(match)
+        self._reasons[reason] = self._reasons.get(reason, 0) + 1
+        for tally in (self._tally, lease.root.tally):
+            tally["requests"] = tally.get("requests", 0) + 1
+            tally["prompt_tokens"] = tally.get("prompt_tokens", 0) + match.length
+            tally["cached_tokens"] = tally.get("cached_tokens", 0) + lease.start
+        key = "miss_" + reason if reason != "hit" else "hit"
+        lease.root.tally[key] = lease.root.tally.get(key, 0) + 1
+
+    def _bound(self, binding: Binding) -> None:
+        if not isinstance(binding, Binding) or not binding.live:
+            raise ValueError("this binding has ended; bind the request to a namespace again")
+
+    def _live(self, lease: Lease) -> None:
+        if lease not in self._leases:
+            raise ValueError("this lease has ended; match and admit the request again")

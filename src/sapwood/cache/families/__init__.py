@@ -1,0 +1,12 @@
+"""The rules of reuse, by name: `full`, `window`, `state`, and whatever `register_family` adds."""
+
+from .base import Family, family_class, register_family
+from .full import Full
+from .state import State
+from .window import Window
+
+register_family("full", Full)
+register_family("window", Window)
+register_family("state", State)
+
+__all__ = ["Family", "Full", "State", "Window", "family_class", "register_family"]

@@ -1,0 +1,37 @@
+"""Sliding window: a query sees W keys, itself included; older pages may be holes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .base import Family, Span
+
+if TYPE_CHECKING:
+    from ..group import CacheGroup
+
+
+class Window(Family):
+    def __init__(self, group: CacheGroup, index: int, page_size: int) -> None:
+        super().__init__(group, index, page_size)
+        assert group.window is not None
+        self.window = group.window
+
+    @classmethod
+    def validate(cls, group: CacheGroup) -> None:
+        if group.window is None:
+            raise ValueError(
+                f"window of group {group.name!r} must be the number of keys a query sees "
+                "(at least 1, itself included) for family 'window', got None"
+            )
+
+    @classmethod
+    def least_pages(cls, group: CacheGroup, page_size: int) -> int:
+        assert group.window is not None
+        return -(-group.window // page_size) + 2
+
+    def reads(self, start: int) -> tuple[Span, ...]:
+        return ((max(0, start - self.window + 1), start),)
+
+    def treasures(self) -> int:
+        # A whole prompt begins at its last token, one before the boundary: its window reaches one token further back.
+        return -(-self.window // self.page_size) + (1 if self.window % self.page_size else 0)

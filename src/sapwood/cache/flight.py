@@ -1,0 +1,145 @@
+"""Steps in flight: what each has promised, and what must stay as it is until its event comes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .group import DEVICE
+from .lease import Holder, Lease
+from .node import Node
+from .pool import FLIGHT, TREE, Ids
+from .tree import Tree, as_ids
+
+
+class Fill(NamedTuple):
+    """Holes of a group that is not closed, filled by a lease: columns of its path, and the pages put there."""
+
+    g: int
+    columns: Ids
+    ids: Ids
+
+
+class Promise:
+    """Pages published before they were computed: [first, last) of closed groups, and holes filled by others."""
+
+    __slots__ = ("duplicates", "fills", "first", "last", "lease", "node", "step")
+
+    def __init__(
+        self,
+        step: int,
+        lease: Lease,
+        node: Node,
+        first: int,
+        last: int,
+        fills: list[Fill],
+        duplicates: list[tuple[int, int]],
+    ) -> None:
+        self.step = step
+        self.lease = lease
+        self.node = node
+        self.first = first
+        self.last = last
+        self.fills = fills
+        self.duplicates = duplicates
+
+    def low(self) -> int:
+        """The first page that is promised here in any group."""
+        return min([self.first, *(int(fill.columns[0]) for fill in self.fills)])
+
+    def covers(self, g: int, column: int, closed: bool) -> bool:
+        if closed:
+            return self.first <= column < self.last
+        return any(fill.g == g and column in fill.columns for fill in self.fills)
+
+
+class Snapshot(NamedTuple):
+    """A checkpoint on its way: the working slots will have been copied here when the step is done."""
+
+    lease: Lease
+    page: int
+    slots: dict[int, int]
+    rolling: bool
+
+
+class Flight:
+    """One step between its plan and its event."""
+
+    __slots__ = ("doomed", "ended", "freed", "holders", "promises", "snapshots", "step")
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.promises: list[Promise] = []
+        self.snapshots: list[Snapshot] = []
+        self.ended: list[Lease] = []  # requests that are over, but whose rows still run
+        self.holders: list[Holder] = []  # what its copies and rows read, and nobody else may hold
+        self.freed: list[tuple[int, Ids]] = []  # (group, ids) given out only after that
+        self.doomed = False  # an earlier step failed: this one counts as failed whatever it says
+
+
+def mark(tree: Tree, promise: Promise) -> None:
+    for node, _, _ in tree.cover(promise.node, promise.low(), promise.last):
+        if node.promised is None:
+            node.promised = [promise]
+        else:
+            node.promised.append(promise)
+
+
+def unmark(tree: Tree, promise: Promise) -> None:
+    for node, _, _ in tree.cover(promise.node, promise.low(), promise.last):
+        if node.promised is not None:
+            node.promised = [other for other in node.promised if other is not promise] or None
+
+
+def is_real(tree: Tree, node: Node, g: int, column: int) -> bool:
+    """Whether the page that `node` has at `column` of the path is computed, and not only promised."""
+    if not node.promised:
+        return True
+    closed = g in tree.closed
+    return not any(promise.covers(g, column, closed) for promise in node.promised)
+
+
+def withdraw(tree: Tree, promise: Promise, freed: list[tuple[int, Ids]]) -> None:
+    """Take back what was promised. The pages go to `freed`, in flight: a later step may still write them."""
+    for fill in promise.fills:
+        pool = tree.pools[DEVICE][fill.g]
+        taken = []
+        for node, low, high in tree.cover(promise.node, int(fill.columns[0]), int(fill.columns[-1]) + 1):
+            pages = node.device.pages[fill.g]
+            if pages is None:
+                continue
+            view = np.frombuffer(pages, np.int32)
+            inside = (fill.columns >= node.start + low) & (fill.columns < node.start + high)
+            at, ids = fill.columns[inside] - node.start, fill.ids[inside]
+            same = view[at] == ids
+            view[at[same]] = 0
+            taken.append(ids[same])
+        ids = np.concatenate(taken) if taken else np.zeros(0, np.int32)
+        pool.idle -= int(np.count_nonzero(pool.readers[ids] == 0))
+        pool.move(ids, TREE, FLIGHT)
+        freed.append((fill.g, ids))
+    if promise.first < promise.last and tree.closed:
+        for node, low, high in tree.cover(promise.node, promise.first, promise.last):
+            if not node.device.count:
+                continue
+            if low:
+                tree.split(node, low)
+                high -= low
+            assert high == node.n, "something real stands below something promised"
+            _lose_device(tree, node, freed)
+    tree.version += 1
+
+
+def _lose_device(tree: Tree, node: Node, freed: list[tuple[int, Ids]]) -> None:
+    copy = node.device
+    for g in tree.closed:
+        ids = as_ids(copy.pages[g])
+        tree.pools[DEVICE][g].move(ids, TREE, FLIGHT)
+        freed.append((g, ids))
+        copy.pages[g] = b""
+    if not copy.holds:
+        tree.shelves[DEVICE].evictable -= copy.count
+    copy.count = 0
+    assert node.parent is not None
+    tree.lost_kid(node.parent, DEVICE)

@@ -1,0 +1,74 @@
+"""What a model declares of its memory: its groups. That is all the core knows of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from .families import family_class
+
+DEVICE: Final = 0
+HOST: Final = 1
+TIERS: Final = ("device", "host")
+_MAX_PAGES = 2**31 - 2  # page ids are int32 and 0 is the null page
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers that keep the same kind of memory: a name, the family that rules its reuse, and how many pages it has.
+
+    `device_pages` and `host_pages` are how many can be given out; ids run from 1 to that number, 0 is the null page.
+    For a family of slots (`state`) they count slots. `page_bytes` is what one page takes in memory, for the statistics.
+    """
+
+    name: str
+    family: str
+    device_pages: int
+    host_pages: int = 0
+    window: int | None = None
+    page_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not 0 < len(self.name) <= 256:
+            raise ValueError(f"name of a group must be a string of 1 to 256 characters, got {self.name!r:.60}")
+        family = family_class(self.family)
+        for field, low in (("device_pages", 1), ("host_pages", 0), ("page_bytes", 0)):
+            whole_number(f"{field} of group {self.name!r}", getattr(self, field), low, _MAX_PAGES)
+        if self.window is not None:
+            whole_number(f"window of group {self.name!r}", self.window, 1, 2**31 - 1)
+        family.validate(self)
+
+
+def whole_number(what: str, value: object, low: int, high: int) -> int:
+    """`value` if it is an int within bounds, else a ValueError that names the field, the value and what is right."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"{what} must be an integer from {low} to {high}, got {value!r:.60}")
+    return value
+
+
+def validate_groups(page_size: int, groups: tuple[CacheGroup, ...]) -> None:
+    """What must hold between the groups of one model and its page size."""
+    whole_number("page_size", page_size, 1, 65536)
+    if not groups:
+        raise ValueError("groups must name at least one CacheGroup, got none")
+    seen: set[str] = set()
+    for group in groups:
+        if not isinstance(group, CacheGroup):
+            raise ValueError(f"groups must hold CacheGroup objects, got {group!r:.60}")
+        if group.name in seen:
+            raise ValueError(f"groups must have different names, got {group.name!r} twice")
+        seen.add(group.name)
+        least = family_class(group.family).least_pages(group, page_size)
+        for field in ("device_pages", "host_pages"):
+            pages = getattr(group, field)
+            if field == "device_pages" and pages < least:
+                raise ValueError(
+                    f"{field} of group {group.name!r} must be at least {least} "
+                    f"for one request (family {group.family!r}, page_size {page_size}), got {pages}"
+                )
+    if any(g.host_pages for g in groups) and not all(g.host_pages for g in groups):
+        missing = next(g.name for g in groups if not g.host_pages)
+        raise ValueError(
+            f"host_pages must be set for every group or for none: group {missing!r} has 0, "
+            "and a prefix can be served from host only if every group has it there"
+        )

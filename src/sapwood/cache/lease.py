@@ -1,0 +1,233 @@
+"""What a live request holds, and the frozen things handed to the caller. Opaque outside cache/.
+
+The pages of one group along a lease's path, by column:
+
+    0 ......... low ............ upto ................. end of the table
+    | holes     | the tree's, read | private: written by |
+    | (slid by) | by this lease    | this lease alone    |
+
+`own` holds the exceptions: columns below `upto` where the lease still has a duplicate of the tree's page.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+
+from .group import DEVICE
+from .namespace import Namespace
+from .pool import Ids
+
+if TYPE_CHECKING:
+    from .node import Node, Root
+    from .path import Path
+    from .transfer import Transfer
+    from .tree import Tree
+
+
+class Binding:
+    """A request's tie to a namespace as it was when the request came. Frozen; ends with `unbind`."""
+
+    __slots__ = ("_root", "live")
+
+    def __init__(self, root: Root) -> None:
+        self._root = root
+        self.live = True
+
+    @property
+    def namespace(self) -> Namespace:
+        return self._root.namespace
+
+    @property
+    def hooked(self) -> bool:
+        """Whether what this request computes can still be found by others."""
+        return self._root.hooked
+
+
+class PageCopy(NamedTuple):
+    """Copy the first `tokens` tokens of a page (or a whole state slot) before or after the batch."""
+
+    group: str
+    source: int
+    target: int
+    tokens: int
+    when: Literal["before", "after"]
+
+
+class Sibling(NamedTuple):
+    """A real page that agrees with the prompt in its first tokens: the source of a copy on write."""
+
+    node: Node
+    column: int
+    tokens: int
+
+
+class Match(NamedTuple):
+    """What the cache could serve a prompt. Pins nothing; `admit` looks again if the tree has changed since."""
+
+    boundary: int  # pages every group can serve
+    start: int  # the first token to compute
+    cached: int  # prompt tokens that need not be computed
+    depth: int  # pages closed groups have, often more
+    cuts: tuple[int, ...]  # page ends at which to cut a chunk and checkpoint
+    pending: int  # a deeper boundary that another request has promised a snapshot for, or 0
+    load: bool  # some of it must come from host
+    length: int
+    reason: str  # why it is not more (DESIGN 4.14), cheaply found
+    binding: Binding
+    tokens: bytes
+    path: Path
+    sibling: Sibling | None
+    version: int
+
+
+class Lease:
+    """What a live request holds: its root, the path it reads, the private pages it writes."""
+
+    __slots__ = (
+        "binding",
+        "boundary",
+        "cached",
+        "copied",
+        "cuts",
+        "deps",
+        "depth",
+        "detached",
+        "ended",
+        "length",
+        "low",
+        "node",
+        "opened",
+        "own",
+        "rolling",
+        "root",
+        "seed",
+        "seed_node",
+        "source",
+        "start",
+        "tables",
+        "tokens",
+        "upto",
+        "waits",
+        "wanted",
+        "working",
+        "writes",
+    )
+
+    def __init__(self, binding: Binding, node: Node, depth: int, groups: int) -> None:
+        self.binding = binding
+        self.root: Root = binding._root
+        self.node = node  # the anchor: the node that ends the path this lease follows
+        self.depth = depth
+        self.tables = [bytearray() for _ in range(groups)]
+        self.upto = [0] * groups
+        self.low = [0] * groups
+        self.own: dict[tuple[int, int], int] = {}
+        self.deps: list[tuple[int, int]] = []  # (step, first page that only this step makes real)
+        self.waits: list[Transfer] = []
+        self.wanted: dict[int, list[tuple[int, int]]] = {}  # while loading: columns to read once they have come
+        self.boundary = 0  # pages it began with
+        self.seed: dict[int, int] = {}  # slot group -> snapshot to start from, read until it has been copied
+        self.seed_node: Node | None = None
+        self.working: dict[int, int] = {}  # slot group -> the slot its rows advance
+        self.source: Holder | None = None  # the page a copy on write takes from
+        self.copied = 0  # tokens that copy brings
+        self.opened = False  # its first batch has been planned
+        self.cuts: tuple[int, ...] = ()
+        self.tokens = b""  # the prompt, while others may wait for the snapshots it will make
+        self.length = 0
+        self.start = 0
+        self.cached = 0
+        self.rolling = 0  # page end of the checkpoint that the next one replaces
+        self.writes = True
+        self.detached = False
+        self.ended = False
+
+    def table(self, g: int) -> Ids:
+        """The pages of group `g` by column; for a family of slots, the working slot."""
+        return np.frombuffer(bytes(self.tables[g]), np.int32)
+
+    @property
+    def loading(self) -> bool:
+        return bool(self.waits)
+
+    def depends(self, step: int, page: int, oldest: int) -> None:
+        """Note that pages from `page` on are real only once `step` is done; forget what has been done."""
+        if self.deps and self.deps[0][0] < oldest:
+            self.deps = [dep for dep in self.deps if dep[0] >= oldest]
+        self.deps.append((step, page))
+
+    def detach(self, tree: Tree) -> None:
+        """The tree is leaving: from now on the lease reads its closed pages by page."""
+        for g in tree.closed:
+            ids = self.adopted(g)[1]
+            tree.pools[DEVICE][g].read(ids)
+        self.detached = True
+
+    def adopted(self, g: int) -> tuple[Ids, Ids]:
+        """Columns and ids of the tree's pages in this lease's table."""
+        ids = self.table(g)[: self.upto[g]]
+        there = ids != 0
+        if self.own:
+            for group, column in self.own:
+                if group == g:
+                    there[column] = False
+        columns = there.nonzero()[0].astype(np.int32)
+        return columns, ids[columns]
+
+    def private(self, g: int) -> Ids:
+        """Ids of the pages of a paged group that this lease alone has."""
+        ids = self.table(g)[self.upto[g] :]
+        ids = ids[ids != 0]
+        if self.own:
+            mine = [page for (group, _), page in self.own.items() if group == g]
+            if mine:
+                ids = np.concatenate([ids, np.array(mine, np.int32)])
+        return ids
+
+
+class Holder:
+    """A pin that is not a lease: on a path in some tiers, and on pages of its columns [low, high), until let go."""
+
+    __slots__ = ("columns", "detached", "node", "pages", "root", "tiers")
+
+    def __init__(
+        self,
+        tree: Tree,
+        node: Node,
+        tiers: tuple[int, ...],
+        columns: tuple[int, int],
+        pages: dict[tuple[int, int], Ids],
+    ) -> None:
+        self.root = node.root
+        self.node = node
+        self.tiers = tiers
+        self.columns = columns
+        self.pages = pages  # (tier, group) -> ids
+        self.detached = False
+        for tier in tiers:
+            tree.pin(node, tier)
+        for (tier, g), ids in pages.items():
+            if g not in tree.closed:
+                tree.pools[tier][g].read(ids)
+        self.root.holders[self] = None
+
+    def detach(self, tree: Tree) -> None:
+        for (tier, g), ids in self.pages.items():
+            if g in tree.closed:
+                tree.pools[tier][g].read(ids)
+        self.detached = True
+
+    def let_go(self, tree: Tree) -> None:
+        del self.root.holders[self]
+        for (tier, g), ids in self.pages.items():
+            if self.detached:
+                tree.pools[tier][g].unread(ids)
+            elif g not in tree.closed:
+                tree.pools[tier][g].unread(ids)
+                tree.requeue(self.node, tier, g, *self.columns)
+        if not self.detached:
+            for tier in self.tiers:
+                tree.unpin(self.node, tier)
+        tree.forget_if_empty(self.root)

@@ -1,0 +1,113 @@
+"""The plain data of the tree: nodes, their copies in a tier, and roots. The rules that move them live in tree.py.
+
+     root (a namespace)
+      |  edge: the bytes of whole pages of int32 tokens
+    node ---------------------- start, n: the pages [start, start + n) of the path
+   /    \\                       device, host: a Copy for each tier
+node    node
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .namespace import Namespace
+
+if TYPE_CHECKING:
+    from .flight import Promise
+    from .transfer import Transfer
+
+
+class Copy:
+    """What a node has in one tier.
+
+    holds   own pins + children with holds, in this tier
+    kids    children that have closed pages in this tier
+    count   closed pages here: on device all or none; on host the first `count` of the node
+    pages   by group: closed: `count` int32 ids as bytes; not closed: n ids, 0 = hole, or None; slot: an id or 0
+    used    when somebody last used it (step counter); queued: bits of the eviction queues it stands in
+    """
+
+    __slots__ = ("count", "holds", "kids", "pages", "queued", "used")
+
+    def __init__(self, pages: list[Any], used: int) -> None:
+        self.holds = 0
+        self.kids = 0
+        self.count = 0
+        self.pages = pages
+        self.used = used
+        self.queued = 0
+
+
+class Node:
+    """A path-compressed run of pages. `edge` is a bytearray while it grows and bytes when it rests."""
+
+    __slots__ = (
+        "__weakref__",
+        "children",
+        "crc",
+        "device",
+        "edge",
+        "hashes",
+        "host",
+        "loading",
+        "moving",
+        "n",
+        "parent",
+        "promised",
+        "recent",
+        "root",
+        "seq",
+        "start",
+    )
+
+    def __init__(
+        self,
+        root: Root,
+        parent: Node | None,
+        edge: bytes | bytearray,
+        start: int,
+        n: int,
+        seq: int,
+        device: Copy,
+        host: Copy | None,
+    ) -> None:
+        self.root = root
+        self.parent = parent
+        self.edge = edge
+        self.start = start
+        self.n = n
+        self.seq = seq
+        self.device = device
+        self.host = host
+        self.children: dict[bytes, Node] = {}
+        self.recent: Node | None = None
+        self.hashes: bytearray | None = None  # sha256 digests of the first pages, as far as they were wanted
+        self.promised: list[Promise] | None = None
+        self.loading: Transfer | None = None
+        self.moving = 0  # transfers anchored here
+        self.crc: int | None = None  # of all tokens up to the node's end, while that end stays where it is
+
+    @property
+    def end(self) -> int:
+        return self.start + self.n
+
+    @property
+    def alive(self) -> bool:
+        return self.parent is not None
+
+
+class Root:
+    """A namespace in the tree, and everything that is bound to it. Unhooked: nobody new can find it."""
+
+    __slots__ = ("bound", "digest", "holders", "hooked", "makers", "namespace", "tally", "top")
+
+    def __init__(self, namespace: Namespace) -> None:
+        self.namespace = namespace
+        self.digest = namespace.digest()
+        self.hooked = True
+        self.bound = 0
+        self.holders: dict[Any, None] = {}  # leases and transfers that hold nodes here, oldest first
+        self.makers: dict[bytes, list[Any]] = {}  # first page -> leases that will make a snapshot
+        self.tally: dict[str, int] = {}
+        self.top: Node

@@ -1,0 +1,163 @@
+"""Page pools: who owns each page of one group in one tier. Nothing here knows tokens, trees or requests.
+
+A page has exactly one owner at any time, kept in a byte a page, so that a double release or a page given
+out twice is an error at once and not a wrong answer later. Beside the owner a page has a reader count: how
+many leases, copies and transfers read it *by page* (windows, snapshots, and all that was unhooked).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+Ids = npt.NDArray[np.int32]
+
+FREE: Final = 0
+LEASE: Final = 1
+TREE: Final = 2
+FLIGHT: Final = 3
+UNHOOKED: Final = 4
+OWNERS: Final = ("free", "leases", "tree", "flight", "unhooked")[1:]
+_NAMES: Final = ("free", "a lease", "the tree", "something in flight", "an unhooked namespace")
+
+
+class PoolError(RuntimeError):
+    """Pages were given back or moved by somebody who does not own them, or more were asked for than there are."""
+
+
+class PagePool:
+    """The pages 1..capacity of one group in one tier; page 0 is never given out."""
+
+    __slots__ = (
+        "_owner",
+        "_scratch",
+        "_stack",
+        "_top",
+        "by_page",
+        "capacity",
+        "counts",
+        "idle",
+        "name",
+        "owner",
+        "page_bytes",
+        "readers",
+        "watch",
+    )
+
+    def __init__(self, name: str, capacity: int, page_bytes: int = 0, by_page: bool = False) -> None:
+        self.name = name
+        self.capacity = capacity
+        self.page_bytes = page_bytes
+        self.owner = bytearray(capacity + 1)
+        self._owner = np.frombuffer(self.owner, np.uint8)
+        self._stack = np.arange(capacity, 0, -1, dtype=np.int32)  # lowest ids on top
+        self._top = capacity
+        self._scratch: npt.NDArray[np.int32] | None = None
+        self.counts = [capacity, 0, 0, 0, 0]
+        self.readers: npt.NDArray[np.int32] = np.zeros(capacity + 1, np.int32)
+        self.by_page = by_page  # eviction goes page by page, not by leaves of the tree
+        self.idle = 0  # if so: pages of the tree that nobody reads, which is what eviction may take
+        self.watch: Callable[[str, Ids], None] | None = None  # called with "taken" or "freed": for content checks
+
+    @property
+    def free(self) -> int:
+        return self._top
+
+    @property
+    def used_bytes(self) -> int:
+        return (self.capacity - self._top) * self.page_bytes
+
+    def allocate(self, n: int, owner: int) -> Ids:
+        """Take n pages. Raises PoolError, with nothing changed, if there are fewer."""
+        top = self._top
+        if not 0 <= n <= top:
+            raise PoolError(f"{self.name}: {n} pages asked for, {top} of {self.capacity} are free")
+        ids = self._stack[top - n : top][::-1].copy()
+        self._top = top - n
+        self._owner[ids] = owner
+        self.counts[FREE] -= n
+        self.counts[owner] += n
+        if self.watch is not None and n:
+            self.watch("taken", ids)
+        return ids
+
+    def release(self, ids: Ids, owner: int) -> None:
+        """Give pages back that `owner` owns. Raises PoolError, with nothing changed, if one is not its own."""
+        n = len(ids)
+        if not n:
+            return
+        self._require(ids, owner)
+        top = self._top
+        self._owner[ids] = FREE
+        self._stack[top : top + n] = ids[::-1]
+        self._top = top + n
+        self.counts[owner] -= n
+        self.counts[FREE] += n
+        if self.watch is not None:
+            self.watch("freed", ids)
+
+    def move(self, ids: Ids, old: int, new: int) -> None:
+        """Hand pages from one owner to another."""
+        n = len(ids)
+        if not n:
+            return
+        self._require(ids, old)
+        self._owner[ids] = new
+        self.counts[old] -= n
+        self.counts[new] += n
+
+    def read(self, ids: Ids) -> None:
+        """One more reader for each of `ids`, which must be different pages."""
+        if self.by_page:
+            self.idle -= int(np.count_nonzero((self.readers[ids] == 0) & (self._owner[ids] == TREE)))
+        self.readers[ids] += 1
+
+    def unread(self, ids: Ids) -> None:
+        """One reader less for each of `ids`; unhooked ones that nobody reads now are freed."""
+        counts = self.readers[ids] - 1
+        if len(ids) and counts.min() < 0:
+            raise PoolError(f"{self.name}: page {int(ids[counts < 0][0])} has no reader to leave")
+        self.readers[ids] = counts
+        idle = ids[counts == 0]
+        if len(idle):
+            owners = self._owner[idle]
+            if self.by_page:
+                self.idle += int(np.count_nonzero(owners == TREE))
+            unhooked = idle[owners == UNHOOKED]
+            if len(unhooked):
+                self.release(unhooked, UNHOOKED)
+
+    def free_ids(self) -> Ids:
+        ids: Ids = self._stack[: self._top].copy()
+        return ids
+
+    def _require(self, ids: Ids, owner: int) -> None:
+        n = len(ids)
+        if n == 1:
+            page = int(ids[0])
+            if not 0 < page <= self.capacity or self.owner[page] != owner:
+                self._complain(page, owner)
+            return
+        if int(ids.min()) < 1 or int(ids.max()) > self.capacity:
+            self._complain(int(ids.min() if ids.min() < 1 else ids.max()), owner)
+        wrong = self._owner[ids] != owner
+        if 1 in wrong.tobytes():
+            self._complain(int(ids[wrong][0]), owner)
+        if n <= 32:
+            twice = len(set(ids.tolist())) != n
+        else:
+            if self._scratch is None:
+                self._scratch = np.zeros(self.capacity + 1, np.int32)
+            order = np.arange(n, dtype=np.int32)
+            self._scratch[ids] = order
+            twice = 1 in (self._scratch[ids] != order).tobytes()
+        if twice:
+            raise PoolError(f"{self.name}: the same page is named twice in one call")
+
+    def _complain(self, page: int, owner: int) -> None:
+        if not 0 < page <= self.capacity:
+            raise PoolError(f"{self.name}: unknown page {page} (pages are 1 to {self.capacity})")
+        raise PoolError(f"{self.name}: page {page} belongs to {_NAMES[self.owner[page]]}, not to {_NAMES[owner]}")

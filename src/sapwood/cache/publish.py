@@ -1,0 +1,329 @@
+"""Publishing: handing full pages to the tree, where others can find them; and what happens when they become real."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from .flight import Fill, Flight, Promise, is_real, mark
+from .group import DEVICE
+from .lease import Lease
+from .node import Node
+from .path import agree
+from .pool import LEASE, TREE, Ids
+from .tree import Tree, as_ids
+
+_THAW_BYTES = 65536  # a resting edge longer than this gets a child instead of being copied to grow
+
+
+class Replaced(NamedTuple):
+    """A lease's duplicate gave way to the tree's page: write `page` into its table."""
+
+    lease: Lease
+    group: str
+    column: int
+    page: int
+
+
+class Span(NamedTuple):
+    """A frozen handle on pages [first, last) of a path that became real; what `begin_save` takes."""
+
+    first: int
+    last: int
+    node: Node
+
+
+class Publisher:
+    def __init__(self, tree: Tree) -> None:
+        self.tree = tree
+        self.replaced: list[Replaced] = []
+        self.real: list[Span] = []
+
+    def publish(
+        self, lease: Lease, tokens: bytes | bytearray, base: int, upto: int, flight: Flight | None, oldest: int
+    ) -> list[tuple[int, int]]:
+        """Put the pages of `lease` up to `upto` into the tree: promised by `flight`, or real if that is None.
+        `tokens` holds the tokens from page `base` on. Returns (group, column) of pages that the tree had already."""
+        tree = self.tree
+        duplicates: list[tuple[int, int]] = []
+        first = self._descend(lease, tokens, base, upto, duplicates) if upto > lease.depth else upto
+        fills: list[Fill] = []
+        for g in tree.loose:
+            if lease.upto[g] < upto:
+                self._fill(lease, g, upto, fills, duplicates)
+        if flight is not None:
+            if first < upto or fills or duplicates:
+                promise = Promise(flight.step, lease, lease.node, first, upto, fills, duplicates)
+                flight.promises.append(promise)
+                if first < upto or fills:
+                    mark(tree, promise)
+                    lease.depends(flight.step, promise.low(), oldest)
+        else:
+            self.became_real(lease.node, first, upto, fills)
+        return duplicates
+
+    def publish_rows(self, leases: Sequence[Lease], pages: bytes) -> list[tuple[Lease, list[tuple[int, int]]]]:
+        """One more computed page for each lease. Returns those that had duplicates.
+
+        The loop of every decode step in which rows cross a page: a leaf that only gets longer is extended right here,
+        and owners change for all rows at once."""
+        tree = self.tree
+        size = tree.page_bytes
+        closed, loose = tree.closed, tree.loose
+        moved: dict[int, list[bytearray]] = {g: [] for g in closed + loose}
+        fallen = []
+        quiet = not (tree.hashing or tree.has_host)
+        for at, lease in enumerate(leases):
+            if lease.detached or not lease.writes:
+                continue
+            page = pages[at * size : (at + 1) * size]
+            node, depth = lease.node, lease.depth
+            copy = node.device
+            if (
+                type(node.edge) is not bytearray
+                or not self.can_grow(node)
+                or any(lease.upto[g] != depth for g in loose)
+                or (tree.announcing and not closed and tree.told not in loose)
+            ):
+                duplicates = self.publish(lease, page, depth, depth + 1, None, 0)
+                if duplicates:
+                    fallen.append((lease, duplicates))
+                continue
+            node.edge += page
+            node.n += 1
+            node.crc = None
+            if closed:
+                copy.count += 1
+            for g in closed:
+                one = lease.tables[g][4 * depth : 4 * depth + 4]
+                copy.pages[g] += one
+                moved[g].append(one)
+                lease.upto[g] = depth + 1
+            for g in loose:
+                one = lease.tables[g][4 * depth : 4 * depth + 4]
+                if copy.pages[g] is None:
+                    copy.pages[g] = bytearray(4 * (node.n - 1))
+                copy.pages[g] += one
+                if node.host is not None and node.host.pages[g] is not None:
+                    node.host.pages[g] += b"\0\0\0\0"
+                moved[g].append(one)
+                lease.upto[g] = depth + 1
+            lease.depth = depth + 1
+            if not quiet:
+                self._row_is_real(node, depth)
+        for g, parts in moved.items():
+            if parts:
+                ids = np.frombuffer(b"".join(parts), np.int32)
+                pool = tree.pools[DEVICE][g]
+                pool.move(ids, LEASE, TREE)
+                if g in loose:
+                    pool.readers[ids] += 1
+        return fallen
+
+    def _row_is_real(self, node: Node, depth: int) -> None:
+        tree = self.tree
+        if tree.announcing:
+            tree.tell_stored(node, DEVICE, depth, depth + 1)
+        elif tree.hashing:
+            tree.hash_path(node, depth, depth + 1)
+        if tree.has_host:
+            self.real.append(Span(depth, depth + 1, node))
+
+    def became_real(self, node: Node, first: int, last: int, fills: list[Fill]) -> None:
+        """Pages of the path to `node` have been computed: hash and announce them, and offer them for saving."""
+        tree = self.tree
+        if tree.announcing:
+            if tree.closed:
+                if first < last:
+                    tree.tell_stored(node, DEVICE, first, last)
+            else:
+                for fill in fills:
+                    if fill.g == tree.told:
+                        for low, high in runs(fill.columns):
+                            tree.tell_stored(node, DEVICE, low, high)
+        elif tree.hashing and first < last:
+            tree.hash_path(node, first, last)
+        if tree.has_host:
+            low = min([first, *(int(fill.columns[0]) for fill in fills)])
+            if low < last:
+                self.real.append(Span(low, last, node))
+
+    def snapshot_is_real(self, node: Node) -> None:
+        """A snapshot at the end of `node` can be used, announced if it is what events speak of, and saved."""
+        tree = self.tree
+        if tree.announcing and tree.told in tree.slots:
+            tree.tell_stored(node, DEVICE, node.end - 1, node.end)
+        if tree.has_host:
+            self.real.append(Span(node.end - 1, node.end, node))
+
+    # ---- closed groups
+
+    def _descend(
+        self, lease: Lease, tokens: bytes | bytearray, base: int, upto: int, duplicates: list[tuple[int, int]]
+    ) -> int:
+        """Move the lease's anchor down to `upto`, through what is there and into new pages.
+        Returns the first page that is new on the device for closed groups."""
+        tree = self.tree
+        size = tree.page_bytes
+        node, depth = lease.node, lease.depth
+        first = upto
+        while depth < upto:
+            offset = (depth - base) * size
+            child = node.children.get(bytes(tokens[offset : offset + size]))
+            if child is None:
+                if tree.closed:
+                    first = min(first, depth)
+                self._append(lease, node, depth, tokens, offset, upto)
+                lease.depth = upto
+                return first
+            both = agree(child.edge, bytes(tokens[offset : (upto - base) * size]), 0, size)
+            if both < child.n:
+                child = tree.split(child, both)
+            node.recent = child
+            if not child.device.count and tree.closed:
+                first = min(first, depth)
+                self._put(lease, child, depth, depth + both)
+            else:
+                for g in tree.closed:
+                    pages = lease.tables[g]
+                    for column in range(max(depth, lease.upto[g]), depth + both):
+                        lease.own[g, column] = int.from_bytes(pages[4 * column : 4 * column + 4], "little")
+                        duplicates.append((g, column))
+            node, depth = child, depth + both
+        tree.pin(node, DEVICE)
+        tree.unpin(lease.node, DEVICE)
+        lease.node, lease.depth = node, upto
+        for g in tree.closed:
+            lease.upto[g] = upto
+        return first
+
+    def _put(self, lease: Lease, node: Node, low: int, high: int) -> None:
+        """A node that was on host only gets the lease's computed pages as its device copy."""
+        pages = {}
+        for g in self.tree.closed:
+            pages[g] = bytes(lease.tables[g][4 * low : 4 * high])
+            self.tree.pools[DEVICE][g].move(as_ids(pages[g]), LEASE, TREE)
+        self.tree.put_closed(node, DEVICE, pages)
+
+    def _append(self, lease: Lease, node: Node, depth: int, tokens: bytes | bytearray, offset: int, upto: int) -> None:
+        """New pages [depth, upto) below `node`: its own edge grows if nobody else can mind, else a child is added."""
+        tree = self.tree
+        n = upto - depth
+        more = memoryview(tokens)[offset : offset + n * tree.page_bytes]
+        for g in tree.closed:
+            tree.pools[DEVICE][g].move(as_ids(lease.tables[g][4 * depth : 4 * upto]), LEASE, TREE)
+        if node is lease.node and self.can_grow(node):
+            self.grow(node, more, n)
+            for g in tree.closed:
+                node.device.pages[g] += lease.tables[g][4 * depth : 4 * upto]
+                lease.upto[g] = upto
+            if tree.closed:
+                node.device.count = node.n
+            return
+        child = tree.attach(node, bytearray(more), n)
+        copy = child.device
+        copy.holds = 1
+        if node is lease.node:
+            pass  # the lease's own pin becomes "a child with holds": no climb
+        else:
+            tree.pin(node, DEVICE)
+            tree.unpin(lease.node, DEVICE)
+        if tree.closed:
+            for g in tree.closed:
+                copy.pages[g] = bytearray(lease.tables[g][4 * depth : 4 * upto])
+                lease.upto[g] = upto
+            copy.count = n
+            node.device.kids += 1
+        lease.node = child
+
+    def can_grow(self, node: Node) -> bool:
+        """Whether `node` may get longer in place: a leaf, held by one lease alone, with no snapshot at its end."""
+        tree = self.tree
+        copy = node.device
+        if node.children or node.parent is None or copy.holds - node.moving != 1 or node.loading is not None:
+            return False
+        if tree.closed and copy.count != node.n:
+            return False
+        for g in tree.slots:
+            if copy.pages[g] or (node.host is not None and node.host.pages[g]):
+                return False
+        return type(node.edge) is bytearray or len(node.edge) <= _THAW_BYTES
+
+    def grow(self, node: Node, more: memoryview, n: int) -> None:
+        """Lengthen the edge of a leaf; what it has of groups that are not closed gets holes there."""
+        tree = self.tree
+        if type(node.edge) is bytes:
+            node.edge = bytearray(node.edge)
+            for g in tree.closed:
+                node.device.pages[g] = bytearray(node.device.pages[g])
+        node.edge += more
+        node.n += n
+        node.crc = None
+        for t in tree.tiers:
+            copy = tree.copy_in(node, t)
+            for g in tree.loose:
+                if copy.pages[g] is not None:
+                    copy.pages[g] += bytes(4 * n)
+
+    # ---- groups that are not closed
+
+    def _fill(self, lease: Lease, g: int, upto: int, fills: list[Fill], duplicates: list[tuple[int, int]]) -> None:
+        """Put the lease's pages into the holes of its path; where the tree has one already, ours is a duplicate."""
+        tree = self.tree
+        low = lease.upto[g]
+        mine = lease.table(g)
+        columns, ids = [], []
+        for node, first, last in tree.cover(lease.node, low, upto):
+            here = mine[node.start + first : node.start + last]
+            pages = node.device.pages[g]
+            if pages is None:
+                pages = node.device.pages[g] = bytearray(4 * node.n)
+            view = np.frombuffer(pages, np.int32)[first:last]
+            new = (view == 0) & (here != 0)
+            view[new] = here[new]
+            columns.append(new.nonzero()[0].astype(np.int32) + np.int32(node.start + first))
+            ids.append(here[new])
+            both = (here != 0) & ~new
+            if 1 in both.tobytes():
+                for at in both.nonzero()[0].tolist():
+                    lease.own[g, node.start + first + at] = int(here[at])
+                    duplicates.append((g, node.start + first + at))
+        lease.upto[g] = upto
+        filled = np.concatenate(ids[::-1])
+        if len(filled):
+            pool = tree.pools[DEVICE][g]
+            pool.move(filled, LEASE, TREE)
+            pool.readers[filled] += 1
+            fills.append(Fill(g, np.concatenate(columns[::-1]), filled))
+
+    # ---- duplicates
+
+    def settle(self, lease: Lease, duplicates: list[tuple[int, int]]) -> None:
+        """Give up a lease's duplicates where the tree's page is real. Nothing in flight may read the lease's table."""
+        tree = self.tree
+        if lease.detached or lease.ended:
+            return
+        for g, column in duplicates:
+            page = lease.own.get((g, column))
+            if page is None:
+                continue
+            ((node, at, _),) = tree.cover(lease.node, column, column + 1)
+            pages = node.device.pages[g]
+            theirs = int.from_bytes(pages[4 * at : 4 * at + 4], "little") if pages else 0
+            if not theirs or not is_real(tree, node, g, column):
+                continue
+            del lease.own[g, column]
+            pool = tree.pools[DEVICE][g]
+            if g in tree.loose:
+                pool.read(np.array([theirs], np.int32))
+            pool.release(np.array([page], np.int32), LEASE)
+            lease.tables[g][4 * column : 4 * column + 4] = theirs.to_bytes(4, "little")
+            self.replaced.append(Replaced(lease, tree.groups[g].name, column, theirs))
+
+
+def runs(columns: Ids) -> list[tuple[int, int]]:
+    """Sorted columns as ranges."""
+    breaks = (np.diff(columns) != 1).nonzero()[0] + 1
+    return [(int(part[0]), int(part[-1]) + 1) for part in np.split(columns, breaks) if len(part)]

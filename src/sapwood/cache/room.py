@@ -1,0 +1,37 @@
+"""Making room: whether a tier can give what is asked of each group, all or none, and then giving it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .tree import Tree
+
+
+class Room:
+    def __init__(self, tree: Tree) -> None:
+        self.tree = tree
+
+    def available(self, tier: int, g: int) -> int:
+        """Pages of a group that are free or that eviction can free. Exact."""
+        tree = self.tree
+        pool = tree.pools[tier][g]
+        return pool.free + (pool.idle if pool.by_page else tree.shelves[tier].evictable)
+
+    def can_make(self, tier: int, need: Mapping[int, int], less: Mapping[int, int] | None = None) -> bool:
+        """The dry run: would `make` succeed, if `less` pages of each group could not be evicted? Changes nothing."""
+        for g, n in need.items():
+            if n > 0 and n > self.available(tier, g) - (less.get(g, 0) if less else 0):
+                return False
+        return True
+
+    def make(self, tier: int, need: Mapping[int, int]) -> None:
+        """Evict until every group has its pages free. Closed groups first: what falls with them helps the others."""
+        tree = self.tree
+        pools = tree.pools[tier]
+        short = max((need.get(g, 0) - pools[g].free for g in tree.closed), default=0)
+        if short > 0:
+            tree.evict_closed(tier, short)
+        for g, n in need.items():
+            short = n - pools[g].free
+            if short > 0:
+                tree.queues[g, tier].evict(short)

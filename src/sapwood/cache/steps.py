@@ -1,0 +1,386 @@
+"""The life of a step: open while its plan runs, then committed or withdrawn. And the ends of leases, which may have to
+wait for one."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .admission import Desk
+from .flight import Flight, Snapshot, unmark, withdraw
+from .group import DEVICE
+from .lease import Holder, Lease, PageCopy
+from .pool import FLIGHT, LEASE, UNHOOKED, Ids
+from .publish import Publisher, Replaced, Span
+from .room import Room
+from .transfer import put_slot
+from .tree import Tree
+
+
+class Commit(NamedTuple):
+    """What became of a step: pages that are real now and could be saved, and table entries to change."""
+
+    real: list[Span]
+    replaced: list[Replaced]
+
+
+class Steps:
+    def __init__(self, tree: Tree, room: Room, desk: Desk, publisher: Publisher) -> None:
+        self.tree = tree
+        self.room = room
+        self.desk = desk
+        self.publisher = publisher
+        self.flights: dict[int, Flight] = {}
+        self.counts = {
+            "steps": 0,
+            "steps_failed": 0,
+            "checkpoints": 0,
+            "checkpoints_skipped": 0,
+            "snapshots_lost": 0,
+            "states_published": 0,
+            "states_dropped": 0,
+            "duplicates_freed": 0,
+        }
+
+    def flight(self, step: int) -> Flight:
+        flight = self.flights.get(step)
+        if flight is None:
+            if self.flights and step < max(self.flights):
+                raise ValueError(f"step {step} cannot be opened after step {max(self.flights)}")
+            flight = self.flights[step] = Flight(step)
+        if flight.doomed:
+            raise ValueError(f"step {step} belongs to a plan that was withdrawn")
+        return flight
+
+    def oldest(self, default: int) -> int:
+        return min(self.flights, default=default)
+
+    # ---- events
+
+    def commit(self, step: int) -> Commit:
+        tree = self.tree
+        flight = self.flights.pop(step, None)
+        tree.now += 1
+        self.counts["steps"] += 1
+        if flight is not None:
+            if not flight.doomed:
+                for promise in flight.promises:
+                    if not promise.lease.root.hooked:
+                        continue
+                    unmark(tree, promise)
+                    self.publisher.became_real(promise.node, promise.first, promise.last, promise.fills)
+                for promise in flight.promises:
+                    if promise.duplicates:
+                        self._settle(promise.lease, promise.duplicates, step)
+                for snapshot in flight.snapshots:
+                    self._land(snapshot)
+            self._over(flight)
+        real, replaced = self.publisher.real, self.publisher.replaced
+        self.publisher.real, self.publisher.replaced = [], []
+        self.counts["duplicates_freed"] += len(replaced)
+        return Commit(real, replaced)
+
+    def _settle(self, lease: Lease, duplicates: list[tuple[int, int]], step: int) -> None:
+        """Duplicates go when their step is done, unless a later step reads the same table."""
+        if any(f.step > step and any(p.lease is lease for p in f.promises) for f in self.flights.values()):
+            return
+        self.publisher.settle(lease, duplicates)
+
+    def failed(self, step: int) -> list[Lease]:
+        """Withdraw what `step` and all later steps in flight promised. Returns the leases that lost something."""
+        tree = self.tree
+        tree.now += 1
+        self.counts["steps_failed"] += 1
+        gone = self.flights.pop(step, None)
+        if gone is not None and gone.doomed:
+            self._over(gone)
+            return []
+        later = [flight for number, flight in sorted(self.flights.items()) if number > step]
+        held = later[-1] if later else None
+        doomed = ([gone] if gone is not None else []) + later
+        promises = [p for flight in doomed for p in flight.promises if p.lease.root.hooked]
+        for promise in promises:
+            tree.pin(promise.node, DEVICE)
+            unmark(tree, promise)
+        fallen = self._fall_back_all(step, held)
+        freed: list[tuple[int, Ids]] = held.freed if held is not None else []
+        for promise in reversed(promises):
+            withdraw(tree, promise, freed)
+        for flight in doomed:
+            for snapshot in flight.snapshots:
+                freed += [(g, np.array([slot], np.int32)) for g, slot in snapshot.slots.items()]
+            flight.promises, flight.snapshots = [], []
+        for flight in later:
+            flight.doomed = True
+        for promise in promises:
+            tree.unpin(promise.node, DEVICE)
+        if gone is not None:
+            self._over(gone)
+        if held is None:
+            self._free(freed)
+        return fallen
+
+    def _over(self, flight: Flight) -> None:
+        """Its event has come: nothing it touched is touched any more."""
+        for lease in flight.ended:
+            self._drop(lease, FLIGHT)
+        for holder in flight.holders:
+            holder.let_go(self.tree)
+        self._free(flight.freed)
+
+    def _free(self, freed: list[tuple[int, Ids]]) -> None:
+        for g, ids in freed:
+            self.tree.pools[DEVICE][g].release(ids, FLIGHT)
+
+    # ---- going back
+
+    def _fall_back_all(self, step: int, held: Flight | None) -> list[Lease]:
+        fallen = []
+        tree = self.tree
+        roots = [*tree.roots.values(), *tree.unhooked]
+        for lease in [holder for root in roots for holder in root.holders if isinstance(holder, Lease)]:
+            lost = [page for number, page in lease.deps if number >= step]
+            if lost:
+                lease.deps = [dep for dep in lease.deps if dep[0] < step]
+                self.fall_back(lease, min(lost), held)
+                if not lease.ended:
+                    fallen.append(lease)
+        return fallen
+
+    def fall_back(self, lease: Lease, page: int, held: Flight | None) -> None:
+        """The lease keeps its pages below `page`. What it lets go of stays in flight while a step may touch it."""
+        tree = self.tree
+        owner = FLIGHT if lease.ended else LEASE
+        freed: list[tuple[int, Ids]] = []
+        reading: dict[tuple[int, int], Ids] = {}
+        for g in tree.closed + tree.loose:
+            freed.append((g, self._private_from(lease, g, page)))
+            if lease.upto[g] > page and (lease.detached or g in tree.loose):
+                columns, ids = lease.adopted(g)
+                reading[DEVICE, g] = ids[columns >= page]
+        for g, ids in freed:
+            tree.pools[DEVICE][g].move(ids, owner, FLIGHT)
+        if lease.detached:
+            self._unread_detached(lease, reading, freed)
+        else:
+            self._move_anchor(lease, page, reading, held)
+        for key in [key for key in lease.own if key[1] >= page]:
+            del lease.own[key]
+        for g in tree.closed + tree.loose:
+            del lease.tables[g][4 * page :]
+            lease.upto[g] = min(lease.upto[g], page)
+            lease.low[g] = min(lease.low[g], page)
+        if held is not None:
+            held.freed += freed
+        else:
+            self._free(freed)
+
+    def _private_from(self, lease: Lease, g: int, page: int) -> Ids:
+        ids = lease.table(g)[max(lease.upto[g], page) :]
+        mine = [p for (group, column), p in lease.own.items() if group == g and column >= page]
+        return np.concatenate([ids[ids != 0], np.array(mine, np.int32)])
+
+    def _unread_detached(self, lease: Lease, reading: dict[tuple[int, int], Ids], freed: list[tuple[int, Ids]]) -> None:
+        for (_, g), ids in reading.items():
+            pool = self.tree.pools[DEVICE][g]
+            last = ids[pool.readers[ids] == 1]
+            pool.readers[ids] -= 1
+            pool.move(last, UNHOOKED, FLIGHT)
+            freed.append((g, last))
+
+    def _move_anchor(self, lease: Lease, page: int, reading: dict[tuple[int, int], Ids], held: Flight | None) -> None:
+        tree = self.tree
+        old = lease.node
+        low = max(page, 0)
+        if held is not None:
+            held.holders.append(Holder(tree, old, (DEVICE,), (low, lease.depth), reading))
+        for (_, g), ids in reading.items():
+            tree.pools[DEVICE][g].unread(ids)
+            tree.requeue(old, DEVICE, g, low, lease.depth)
+        if lease.depth > page:
+            node = tree.node_ending(old, page) if page else lease.root.top
+            tree.pin(node, DEVICE)
+            tree.unpin(old, DEVICE)
+            lease.node, lease.depth = node, page
+
+    def rewind(self, lease: Lease, position: int) -> int:
+        """Where the lease goes on after a failed step: `position` had been computed before it. Families that cannot
+        undo go back to a snapshot."""
+        tree = self.tree
+        size = tree.page_size
+        have = min((len(lease.tables[g]) // 4 for g in tree.closed + tree.loose), default=-(-position // size))
+        position = min(position, have * size)
+        if all(family.undoable for family in tree.families):
+            return position
+        held = self.flights[max(self.flights)] if self.flights else None
+        if lease.detached:
+            self.fall_back(lease, 0, held)
+            self.desk.reseed(lease, 0)
+            lease.start = lease.boundary = 0
+            return 0
+        path = tree.path_to(lease.node)
+        path.tier = DEVICE
+        depth, path.depth = path.depth, min(path.depth, position // size)
+        path.nodes = [node for node in path.nodes if node.start < path.depth]
+        boundary, _ = self.desk.boundary(path, position + 1)
+        self.desk.refit(lease, tree.path_to(lease.node), boundary, depth, position + 1, held)
+        return lease.start
+
+    # ---- ends
+
+    def end(self, lease: Lease, reading: int | None) -> None:
+        """Drop a lease; if step `reading` still runs one of its rows, what it touches waits for that."""
+        tree = self.tree
+        lease.ended = True
+        self.stop_making(lease)
+        for transfer in lease.waits:
+            transfer.waiters.remove(lease)
+        lease.waits = []
+        steps = [step for step, _ in lease.deps if step in self.flights]
+        if reading is not None and reading in self.flights:
+            steps.append(reading)
+        if not steps:
+            self._drop(lease, LEASE)
+            return
+        for g in tree.closed + tree.loose:
+            tree.pools[DEVICE][g].move(lease.private(g), LEASE, FLIGHT)
+        for g, slot in lease.working.items():
+            tree.pools[DEVICE][g].move(np.array([slot], np.int32), LEASE, FLIGHT)
+        self.flights[max(steps)].ended.append(lease)
+
+    def _drop(self, lease: Lease, owner: int) -> None:
+        tree = self.tree
+        for g in tree.closed + tree.loose:
+            tree.pools[DEVICE][g].release(lease.private(g), owner)
+        for g, slot in lease.working.items():
+            tree.pools[DEVICE][g].release(np.array([slot], np.int32), owner)
+        self.desk.unseed(lease.seed, lease)
+        if lease.source is not None:
+            lease.source.let_go(tree)
+        for g in tree.loose + (tree.closed if lease.detached else []):
+            columns, ids = lease.adopted(g)
+            if len(ids):
+                tree.pools[DEVICE][g].unread(ids)
+                if not lease.detached:
+                    tree.requeue(lease.node, DEVICE, g, int(columns[0]), int(columns[-1]) + 1)
+        del lease.root.holders[lease]
+        if not lease.detached:
+            tree.unpin(lease.node, DEVICE)
+        tree.forget_if_empty(lease.root)
+
+    # ---- snapshots
+
+    def opening(self, lease: Lease, step: int) -> list[PageCopy]:
+        """The copies that must run before the lease's next batch. Their sources are held until `step` is done."""
+        tree = self.tree
+        if lease.opened:
+            return []
+        lease.opened = True
+        copies = [
+            PageCopy(tree.groups[g].name, lease.seed.get(g, 0), lease.working[g], tree.page_size, "before")
+            for g in tree.slots
+        ]
+        flight = self.flight(step)
+        if lease.seed:
+            ids = {(DEVICE, g): np.array([slot], np.int32) for g, slot in lease.seed.items()}
+            if not lease.detached:
+                node = lease.seed_node
+                assert node is not None
+                flight.holders.append(Holder(tree, node, (DEVICE,), (node.end - 1, node.end), ids))
+                self.desk.unseed(lease.seed, lease)
+                lease.seed = {}
+        if lease.source is not None:
+            for (_, g), page in lease.source.pages.items():
+                target = int(lease.table(g)[lease.boundary])
+                copies.append(PageCopy(tree.groups[g].name, int(page[0]), target, lease.copied, "before"))
+            flight.holders.append(lease.source)
+            lease.source = None
+        return copies
+
+    def checkpoint(self, lease: Lease, page: int, step: int, rolling: bool) -> list[PageCopy]:
+        """Copy the working slots, which will stand at the end of `page` pages after `step`, into new slots."""
+        tree, room = self.tree, self.room
+        if not tree.slots or lease.detached or not lease.writes:
+            return []
+        need = dict.fromkeys(tree.slots, 1)
+        old = self._rolling_slots(lease)
+        for g, slot in old.items():  # never evict the last checkpoint to make the next: that one may fail
+            tree.pools[DEVICE][g].read(np.array([slot], np.int32))
+        fits = room.can_make(DEVICE, need)
+        if fits:
+            room.make(DEVICE, need)
+        self.desk.unseed(old, lease)
+        if not fits:
+            self.counts["checkpoints_skipped"] += 1
+            self._skip_cut(lease, page)
+            return []
+        slots = {g: int(tree.pools[DEVICE][g].allocate(1, FLIGHT)[0]) for g in tree.slots}
+        self.flight(step).snapshots.append(Snapshot(lease, page, slots, rolling))
+        self.counts["checkpoints"] += 1
+        return [
+            PageCopy(tree.groups[g].name, lease.working[g], slot, tree.page_size, "after") for g, slot in slots.items()
+        ]
+
+    def _rolling_slots(self, lease: Lease) -> dict[int, int]:
+        if not lease.rolling or lease.rolling > lease.depth:
+            return {}
+        for node, _, last in self.tree.cover(lease.node, lease.rolling - 1, lease.rolling):
+            if last == node.n:
+                return {g: node.device.pages[g] for g in self.tree.slots if node.device.pages[g]}
+        return {}
+
+    def _land(self, snapshot: Snapshot) -> None:
+        """The step is done: its checkpoint is real, if the pages below it were published."""
+        tree, lease = self.tree, snapshot.lease
+        if lease.detached or lease.depth < snapshot.page or lease not in lease.root.holders:
+            self._free([(g, np.array([slot], np.int32)) for g, slot in snapshot.slots.items()])
+            self.counts["snapshots_lost"] += 1
+            return
+        old = self._rolling_slots(lease) if snapshot.rolling else {}
+        before = lease.rolling
+        node = tree.node_ending(lease.node, snapshot.page)
+        for g, slot in snapshot.slots.items():
+            put_slot(tree, node, DEVICE, g, slot)
+        self.publisher.snapshot_is_real(node)
+        self._skip_cut(lease, snapshot.page)
+        if snapshot.rolling:
+            lease.rolling = snapshot.page
+            if old and before != snapshot.page:
+                last = tree.node_ending(lease.node, before)
+                for g, slot in old.items():
+                    if not tree.pools[DEVICE][g].readers[slot]:
+                        tree.drop_slot(last, DEVICE, g)
+
+    def _skip_cut(self, lease: Lease, page: int) -> None:
+        """Nobody need wait for a snapshot at `page` any more."""
+        lease.cuts = tuple(cut for cut in lease.cuts if cut != page)
+        if not lease.cuts:
+            self.stop_making(lease)
+
+    def stop_making(self, lease: Lease) -> None:
+        if not lease.tokens:
+            return
+        key = lease.tokens[: self.tree.page_bytes]
+        makers = lease.root.makers.get(key)
+        if makers is not None and lease in makers:
+            makers.remove(lease)
+            if not makers:
+                del lease.root.makers[key]
+        lease.tokens, lease.cuts = b"", ()
+
+    def publish_state(self, lease: Lease, computed: int) -> None:
+        """A request ends: its working slots become a snapshot, if they stand exactly at a published page end."""
+        tree = self.tree
+        page, rest = divmod(computed, tree.page_size)
+        if rest or not page or lease.detached or lease.depth != page or lease.node.end != page or not lease.opened:
+            self.counts["states_dropped"] += 1
+            return
+        node = lease.node
+        for g, slot in list(lease.working.items()):
+            ids = np.array([slot], np.int32)
+            tree.pools[DEVICE][g].move(ids, LEASE, FLIGHT)
+            put_slot(tree, node, DEVICE, g, slot)
+            del lease.working[g]
+        self.counts["states_published"] += 1
+        self.publisher.snapshot_is_real(node)

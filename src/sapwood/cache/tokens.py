@@ -1,0 +1,31 @@
+"""Tokens as they come in, turned into the one form the cache keeps: the bytes of int32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+def token_bytes(tokens: bytes | bytearray | memoryview | npt.NDArray[Any] | Sequence[int]) -> bytes:
+    """The bytes of int32 of a list, an integer array, or a buffer of int32. ValueError if a token is not 0..2**31-1."""
+    if isinstance(tokens, (bytes, bytearray, memoryview)):
+        raw = bytes(tokens)
+        if len(raw) % 4:
+            raise ValueError(f"tokens as a buffer must be int32 values (4 bytes each), got {len(raw)} bytes")
+        array: npt.NDArray[Any] = np.frombuffer(raw, np.int32)
+    else:
+        try:
+            array = np.asarray(tokens)
+        except (ValueError, OverflowError) as error:
+            raise ValueError(f"tokens must be a list of integers or an int32 array: {error}") from None
+    if array.ndim != 1 or not len(array):
+        raise ValueError(f"tokens must be one non-empty row of integers, got shape {array.shape}")
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"tokens must be integers, got {array.dtype}")
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high > 2**31 - 1:
+        raise ValueError(f"tokens must be from 0 to 2**31 - 1, got {low if low < 0 else high}")
+    return np.ascontiguousarray(array, np.int32).tobytes()

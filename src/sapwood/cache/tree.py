@@ -1,0 +1,554 @@
+"""The prefix tree: its shape, its pins, and the pages of closed groups that live and die by its leaves.
+
+Decides nothing about requests: it walks, splits, grows, prunes and gives room. Never recursive: a chain of a million
+nodes is an ordinary tree.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+from typing import Any
+
+import numpy as np
+
+from .events import MEDIUM, BlockRemoved, BlockStored, KVEvent
+from .families import Family, family_class
+from .ghosts import Ghosts
+from .group import DEVICE, HOST, TIERS, CacheGroup
+from .hashes import ensure_hashes
+from .loose import LooseQueue
+from .namespace import Namespace
+from .node import Copy, Node, Root
+from .path import Path, agree
+from .pool import TREE, Ids, PagePool
+
+_IN_SHELF = 1
+
+
+def as_ids(pages: bytes | bytearray) -> Ids:
+    """Page ids from the bytes they are kept as. A copy: a view would forbid a bytearray to grow."""
+    return np.frombuffer(bytes(pages), np.int32)
+
+
+class Shelf:
+    """The closed pages of one tier: how many could be evicted, and in what order their leaves go."""
+
+    __slots__ = ("evictable", "heap", "stale")
+
+    def __init__(self) -> None:
+        self.evictable = 0  # exact: closed pages in nodes without holds
+        self.heap: list[tuple[int, int, Node]] = []  # (last used, sequence number, node); at most one entry a node
+        self.stale = 0  # entries of nodes that are gone
+
+
+class Tree:
+    def __init__(
+        self, page_size: int, groups: tuple[CacheGroup, ...], hashing: bool, announcing: bool, ghost_bytes: int
+    ) -> None:
+        self.page_size = page_size
+        self.page_bytes = 4 * page_size
+        self.groups = groups
+        self.families: list[Family] = [family_class(g.family)(g, i, page_size) for i, g in enumerate(groups)]
+        fams = self.families
+        self.closed = [i for i, f in enumerate(fams) if f.closed]
+        self.loose = [i for i, f in enumerate(fams) if not f.closed and f.shape == "pages"]
+        self.slots = [i for i, f in enumerate(fams) if f.shape == "slot"]
+        self.has_host = any(g.host_pages for g in groups)
+        self.tiers = (DEVICE, HOST) if self.has_host else (DEVICE,)
+        self.pools = [
+            [
+                PagePool(f"{g.name} on {TIERS[t]}", g.host_pages if t else g.device_pages, g.page_bytes, not f.closed)
+                for g, f in zip(groups, fams, strict=True)
+            ]
+            for t in self.tiers
+        ]
+        self.told = self.closed[0] if self.closed else 0  # the group of which events speak
+        self.shelves = [Shelf() for _ in self.tiers]
+        self.queues = {
+            (i, t): LooseQueue(self, i, t, k)
+            for k, (i, t) in enumerate((i, t) for i in self.loose + self.slots for t in self.tiers)
+        }
+        self.hashing = hashing or announcing
+        self.announcing = announcing
+        self.events: list[KVEvent] = []
+        self.roots: dict[Namespace, Root] = {}
+        self.unhooked: dict[Root, None] = {}  # evicted namespaces that somebody still holds pages of
+        self.ghosts = Ghosts(ghost_bytes)
+        self.now = 0
+        self.seq = 0
+        self.version = 0  # changes whenever a path found earlier may no longer stand
+        self.nodes = 0
+        self.evicted = [[0] * len(groups) for _ in self.tiers]
+
+    # ---- roots
+
+    def root_of(self, namespace: Namespace) -> Root:
+        root = self.roots.get(namespace)
+        if root is None:
+            root = Root(namespace)
+            root.top = self._node(root, None, b"", 0, 0)
+            root.top.crc = 0
+            self.roots[namespace] = root
+        return root
+
+    def forget_if_empty(self, root: Root) -> None:
+        """A namespace with nothing in it costs nothing."""
+        if root in self.unhooked and not root.holders:
+            del self.unhooked[root]
+        if root.hooked and not root.bound and not root.top.children and not root.holders:
+            root.hooked = False
+            del self.roots[root.namespace]
+
+    def _node(self, root: Root, parent: Node | None, edge: bytes | bytearray, start: int, n: int) -> Node:
+        self.seq += 1
+        host = Copy(self._no_pages(), self.now) if self.has_host else None
+        return Node(root, parent, edge, start, n, self.seq, Copy(self._no_pages(), self.now), host)
+
+    def _no_pages(self) -> list[Any]:
+        blank: list[Any] = [None] * len(self.groups)
+        for g in self.closed:
+            blank[g] = b""
+        for g in self.slots:
+            blank[g] = 0
+        return blank
+
+    @staticmethod
+    def copy_in(node: Node, tier: int) -> Copy:
+        copy = node.host if tier else node.device
+        assert copy is not None
+        return copy
+
+    # ---- walking
+
+    def walk(self, root: Root, tokens: bytes) -> Path:
+        """The deepest path of whole pages that agrees with `tokens`. Compares; never hashes a path, never pins."""
+        node = root.top
+        nodes: list[Node] = []
+        offset = 0
+        page_bytes = self.page_bytes
+        matches = tokens.startswith
+        while True:
+            child = node.recent
+            if child is None:
+                break
+            if not matches(child.edge, offset):
+                child = node.children.get(tokens[offset : offset + page_bytes])
+                if child is None:
+                    break
+                edge = child.edge
+                if not matches(edge, offset):
+                    nodes.append(child)
+                    offset += agree(edge, tokens, offset, page_bytes) * page_bytes
+                    break
+            nodes.append(child)
+            offset += len(child.edge)
+            node = child
+        return Path(self, root, nodes, offset // page_bytes)
+
+    def path_to(self, node: Node) -> Path:
+        """The path that ends with `node`."""
+        nodes: list[Node] = []
+        at: Node | None = node
+        while at is not None and at.parent is not None:
+            nodes.append(at)
+            at = at.parent
+        nodes.reverse()
+        return Path(self, node.root, nodes, node.end)
+
+    # ---- shape
+
+    def split(self, node: Node, k: int) -> Node:
+        """Cut `node` after its first k pages. The new upper half is returned; the lower half stays `node`,
+        so whoever is anchored at its end still is. Emits nothing, and keeps every hash."""
+        assert 0 < k < node.n and node.parent is not None
+        cut, parent = k * self.page_bytes, node.parent
+        edge = node.edge
+        upper = self._node(node.root, parent, bytes(memoryview(edge)[:cut]), node.start, k)
+        parent.children[edge[: self.page_bytes] if isinstance(edge, bytes) else bytes(edge[: self.page_bytes])] = upper
+        if parent.recent is node:
+            parent.recent = upper
+        node.edge = edge[cut:]
+        node.parent = upper
+        node.start += k
+        node.n -= k
+        upper.children[bytes(node.edge[: self.page_bytes])] = node
+        upper.recent = node
+        upper.loading = node.loading
+        if node.promised:
+            upper.promised = list(node.promised)
+        if node.hashes is not None:
+            upper.hashes, node.hashes = node.hashes[: 32 * k], node.hashes[32 * k :]
+        for t in self.tiers:
+            self._split_copy(upper, node, k, t)
+        self.nodes += 1
+        self.version += 1
+        return upper
+
+    def _split_copy(self, upper: Node, lower: Node, k: int, tier: int) -> None:
+        top, low = self.copy_in(upper, tier), self.copy_in(lower, tier)
+        top.used = low.used
+        top.holds = 1 if low.holds else 0
+        top.count = min(low.count, k)
+        low.count -= top.count
+        top.kids = 1 if low.count else 0
+        for g in self.closed:
+            pages = low.pages[g]
+            top.pages[g] = bytes(pages[: 4 * k])
+            low.pages[g] = pages[4 * k :]
+        for g in self.loose:
+            pages = low.pages[g]
+            if pages is not None:
+                top.pages[g] = pages[: 4 * k]
+                low.pages[g] = pages[4 * k :]
+                self.queues[g, tier].add(upper, top)
+        if top.count and not top.kids and not top.holds:
+            self._shelve(upper, top, tier)
+
+    def attach(self, parent: Node, edge: bytes | bytearray, n: int) -> Node:
+        """A new child of `parent`, with nothing in it yet."""
+        node = self._node(parent.root, parent, edge, parent.start + parent.n, n)
+        parent.children[bytes(edge[: self.page_bytes])] = node
+        parent.recent = node
+        self.nodes += 1
+        for g in self.loose:  # the parent is no leaf any more: its last window may now stand between others
+            for t in self.tiers:
+                copy = self.copy_in(parent, t)
+                if copy.pages[g] is not None:
+                    self.queues[g, t].add(parent, copy)
+        return node
+
+    def node_ending(self, node: Node, depth: int) -> Node:
+        """The ancestor (or `node` itself) that ends at `depth` on the path to `node`, split if it must be."""
+        while node.start >= depth:
+            assert node.parent is not None
+            node = node.parent
+        if node.start + node.n > depth:
+            return self.split(node, depth - node.start)
+        assert node.start + node.n == depth
+        return node
+
+    def cover(self, node: Node, low: int, high: int) -> list[tuple[Node, int, int]]:
+        """The parts (node, first, last) of the path to `node` that lie in pages [low, high), deepest first;
+        first and last count from the node's own start."""
+        parts: list[tuple[Node, int, int]] = []
+        at: Node | None = node
+        while at is not None and at.start + at.n > low and at.n:
+            if at.start < high:
+                parts.append((at, max(low - at.start, 0), min(high - at.start, at.n)))
+            at = at.parent
+        return parts
+
+    # ---- pins
+
+    def pin(self, node: Node, tier: int) -> None:
+        """Hold the path to `node`. Climbs only to the first ancestor that is held already."""
+        shelf = self.shelves[tier]
+        at: Node | None = node
+        while at is not None:
+            copy = at.host if tier else at.device
+            copy.holds += 1  # type: ignore[union-attr]
+            if copy.holds > 1:  # type: ignore[union-attr]
+                return
+            shelf.evictable -= copy.count  # type: ignore[union-attr]
+            at = at.parent
+
+    def unpin(self, node: Node, tier: int) -> None:
+        """Let go of the path to `node`. What nobody holds any more was used just now."""
+        shelf = self.shelves[tier]
+        at: Node | None = node
+        while at is not None:
+            copy: Copy = at.host if tier else at.device  # type: ignore[assignment]
+            copy.holds -= 1
+            if copy.holds:
+                break
+            copy.used = self.now
+            if copy.count:
+                shelf.evictable += copy.count
+                if not copy.kids:
+                    self._shelve(at, copy, tier)
+            at = at.parent
+        if at is not node and not node.children:
+            if type(node.edge) is bytearray:
+                self._rest(node)
+            self.sweep(node)
+
+    def _rest(self, node: Node) -> None:
+        """A growing edge keeps room to grow; one that rests gives it back."""
+        node.edge = bytes(node.edge)
+        for t in self.tiers:
+            copy = self.copy_in(node, t)
+            for g in self.closed:
+                copy.pages[g] = bytes(copy.pages[g])
+
+    def _shelve(self, node: Node, copy: Copy, tier: int) -> None:
+        if not copy.queued & _IN_SHELF:
+            copy.queued |= _IN_SHELF
+            heappush(self.shelves[tier].heap, (copy.used, node.seq, node))
+
+    # ---- closed pages
+
+    def put_closed(self, node: Node, tier: int, pages: dict[int, bytes]) -> None:
+        """Give a node (or the rest of it, on host) its closed pages in a tier. Their owner is the tree already."""
+        copy = self.copy_in(node, tier)
+        added = 0
+        for g in self.closed:
+            added = len(pages[g]) // 4
+            copy.pages[g] = pages[g] if not copy.count else bytes(copy.pages[g]) + pages[g]
+        if not added:
+            return
+        if not copy.count and node.parent is not None:
+            self.copy_in(node.parent, tier).kids += 1
+        copy.count += added
+        if not copy.holds:
+            self.shelves[tier].evictable += added
+            if not copy.kids:
+                self._shelve(node, copy, tier)
+
+    def _drop_closed(self, node: Node, tier: int, keep: int) -> None:
+        """Free the closed pages of `node` in a tier from its page `keep` on."""
+        copy = self.copy_in(node, tier)
+        n = copy.count - keep
+        if n <= 0:
+            return
+        if self.announcing and self.told in self.closed:
+            self.tell_removed(node, tier, range(keep, copy.count))
+        for g in self.closed:
+            pages = copy.pages[g]
+            self.pools[tier][g].release(as_ids(pages[4 * keep :]), TREE)
+            copy.pages[g] = pages[: 4 * keep]
+            self.evicted[tier][g] += n
+        copy.count = keep
+        if not copy.holds:
+            self.shelves[tier].evictable -= n
+        if not keep and node.parent is not None:
+            self.lost_kid(node.parent, tier)
+
+    def lost_kid(self, parent: Node, tier: int) -> None:
+        copy = self.copy_in(parent, tier)
+        copy.kids -= 1
+        if not copy.kids and copy.count and not copy.holds:
+            self._shelve(parent, copy, tier)
+
+    def evict_closed(self, tier: int, need: int) -> None:
+        """Free `need` closed pages of a tier: whole leaves, least recently used first, and the last one trimmed.
+        The caller has seen that there are that many (`Shelf.evictable`)."""
+        shelf = self.shelves[tier]
+        while need > 0:
+            used, _, node = heappop(shelf.heap)
+            if not node.alive:
+                shelf.stale -= 1
+                continue
+            copy = self.copy_in(node, tier)
+            copy.queued &= ~_IN_SHELF
+            if copy.holds or copy.kids or not copy.count:
+                continue
+            if copy.used > used:
+                self._shelve(node, copy, tier)
+                continue
+            if tier == DEVICE and node.host is not None and 0 < node.host.count < node.n:
+                self.split(node, node.host.count)  # the part that is on the device alone goes first
+            take = min(need, copy.count)
+            need -= take
+            self._evict_tail(node, tier, copy.count - take)
+
+    def _evict_tail(self, node: Node, tier: int, keep: int) -> None:
+        """Take the closed pages from `keep` on out of a tier, and out of the tree where they are nowhere else."""
+        other = node.device if tier else node.host
+        elsewhere = other is not None and other.count > 0
+        if not elsewhere and not (node.device.holds or (tier and node.children)):
+            self.prune_below(node)
+            if keep:
+                self.truncate(node, keep)
+            else:
+                self.prune(node)
+                return
+        elif keep and not (tier and elsewhere):
+            upper = self.split(node, keep)
+            self._drop_closed(node, tier, 0)
+            self._shelve_if_leaf(upper, tier)
+            return
+        else:
+            self.version += 1
+            self._drop_closed(node, tier, keep)
+        self._shelve_if_leaf(node, tier)
+
+    def _shelve_if_leaf(self, node: Node, tier: int) -> None:
+        copy = self.copy_in(node, tier)
+        if copy.count and not copy.kids and not copy.holds:
+            self._shelve(node, copy, tier)
+
+    # ---- pruning
+
+    def sweep(self, node: Node) -> None:
+        """Prune `node`, and then each ancestor, that nobody holds and that has nothing left."""
+        at: Node | None = node
+        while at is not None and at.parent is not None and self._bare(at):
+            above = at.parent
+            self.prune(at)
+            at = above
+
+    def _bare(self, node: Node) -> bool:
+        if node.children:
+            return False
+        for t in self.tiers:
+            copy = self.copy_in(node, t)
+            if copy.holds or copy.count:
+                return False
+            if not self.closed and any(copy.pages):
+                return False
+        return True
+
+    def prune(self, node: Node) -> None:
+        """Take a node without children out of the tree, with whatever it still has."""
+        parent = node.parent
+        assert parent is not None and not node.children
+        self.ghosts.remember(node, 0, self)
+        self._free_from(node, 0)
+        del parent.children[bytes(node.edge[: self.page_bytes])]
+        if parent.recent is node:
+            parent.recent = next(reversed(parent.children.values()), None)
+        node.parent = None
+        for t in self.tiers:
+            self.leave_queues(self.copy_in(node, t), t)
+        self.nodes -= 1
+        self.version += 1
+        if parent.parent is None:
+            if not parent.children:
+                self.forget_if_empty(parent.root)
+        elif len(parent.children) < 2:  # no branch point any more
+            for (g, t), queue in self.queues.items():
+                if self.copy_in(parent, t).pages[g]:
+                    queue.add(parent, self.copy_in(parent, t))
+
+    def leave_queues(self, copy: Copy, tier: int) -> None:
+        if not copy.queued:
+            return
+        if copy.queued & _IN_SHELF:
+            shelf = self.shelves[tier]
+            shelf.stale += 1
+            if shelf.stale * 2 > len(shelf.heap) + 64:
+                shelf.heap = [entry for entry in shelf.heap if entry[2].alive]
+                heapify(shelf.heap)
+                shelf.stale = 0
+        for g in self.loose + self.slots:
+            self.queues[g, tier].lost(copy)
+
+    def prune_below(self, node: Node) -> None:
+        """Prune every descendant of `node`, children before parents."""
+        if not node.children:
+            return
+        below: list[Node] = []
+        stack = list(node.children.values())
+        while stack:
+            at = stack.pop()
+            below.append(at)
+            stack.extend(at.children.values())
+        for at in reversed(below):
+            self.prune(at)
+
+    def truncate(self, node: Node, keep: int) -> None:
+        """Cut the pages from `keep` on, and all that belongs to them, off a leaf."""
+        self.ghosts.remember(node, keep, self)
+        self._free_from(node, keep)
+        node.edge = node.edge[: keep * self.page_bytes]
+        node.n = keep
+        node.crc = None
+        if node.hashes is not None:
+            del node.hashes[32 * keep :]
+        self.version += 1
+
+    def _free_from(self, node: Node, keep: int) -> None:
+        """Free what `node` has from its page `keep` on, in every group and tier."""
+        for t in self.tiers:
+            copy = self.copy_in(node, t)
+            for g in self.loose:
+                if copy.pages[g] is not None:
+                    self.drop_loose(node, t, g, range(keep, node.n))
+                    copy.pages[g] = copy.pages[g][: 4 * keep] if keep else None
+            for g in self.slots:
+                if copy.pages[g]:
+                    self.drop_slot(node, t, g)
+            self._drop_closed(node, t, keep)
+
+    def drop_loose(self, node: Node, tier: int, g: int, columns: range | Ids) -> int:
+        """Free pages of a group that is not closed; they become holes. Nobody may read them. Returns how many."""
+        pages = np.frombuffer(self.copy_in(node, tier).pages[g], np.int32)
+        at = np.asarray(columns, np.int64)
+        at = at[pages[at] != 0]
+        if not len(at):
+            return 0
+        if self.announcing and g == self.told:
+            self.tell_removed(node, tier, at)
+        pool = self.pools[tier][g]
+        ids = pages[at]
+        pages[at] = 0
+        pool.release(ids, TREE)
+        pool.idle -= len(ids)
+        self.evicted[tier][g] += len(ids)
+        self.version += 1
+        return len(ids)
+
+    def drop_slot(self, node: Node, tier: int, g: int) -> None:
+        """Free a snapshot. Nobody may read it."""
+        copy = self.copy_in(node, tier)
+        slot, copy.pages[g] = copy.pages[g], 0
+        if self.announcing and g == self.told:
+            self.tell_removed(node, tier, range(node.n - 1, node.n))
+        self.pools[tier][g].release(np.array([slot], np.int32), TREE)
+        self.pools[tier][g].idle -= 1
+        self.evicted[tier][g] += 1
+        self.version += 1
+
+    def requeue(self, node: Node, tier: int, g: int, low: int, high: int) -> None:
+        """Pages of group `g` in columns [low, high) of the path to `node` may have lost their last reader."""
+        queue = self.queues[g, tier]
+        for at, _, _ in self.cover(node, low, high):
+            copy = self.copy_in(at, tier)
+            if copy.pages[g]:
+                queue.add(at, copy)
+
+    # ---- hashes and events
+
+    def tell_stored(self, node: Node, tier: int, first: int, last: int) -> None:
+        """Announce the pages [first, last) of the path to `node`, all of them real in `tier` since just now."""
+        parts = self.cover(node, first, last)
+        parts.reverse()
+        digests: list[bytes] = []
+        tokens: list[bytes] = []
+        parent: bytes | None = None
+        for at, low, high in parts:
+            hashes = ensure_hashes(at, high, self.page_bytes)
+            if not digests:
+                parent = self._parent_digest(at, low)
+            digests.append(bytes(hashes[32 * low : 32 * high]))
+            tokens.append(bytes(memoryview(at.edge)[low * self.page_bytes : high * self.page_bytes]))
+        if digests:
+            self.events.append(
+                BlockStored(
+                    b"".join(digests), parent, b"".join(tokens), self.page_size, MEDIUM[tier], node.root.namespace
+                )
+            )
+
+    def hash_path(self, node: Node, first: int, last: int) -> None:
+        """Compute the hashes of the pages [first, last) of the path to `node`."""
+        for at, _, high in reversed(self.cover(node, first, last)):
+            ensure_hashes(at, high, self.page_bytes)
+
+    def _parent_digest(self, node: Node, low: int) -> bytes | None:
+        if low:
+            assert node.hashes is not None
+            return bytes(node.hashes[32 * (low - 1) : 32 * low])
+        parent = node.parent
+        assert parent is not None
+        if parent.parent is None:
+            return None
+        return bytes(ensure_hashes(parent, parent.n, self.page_bytes)[-32:])
+
+    def tell_removed(self, node: Node, tier: int, columns: range | Ids) -> None:
+        """Announce that pages of `node` (counted from its start) leave a tier, the deepest first."""
+        if not len(columns) or not node.root.hooked:
+            return
+        hashes = ensure_hashes(node, int(columns[-1]) + 1, self.page_bytes)
+        rows = np.frombuffer(bytes(hashes), np.uint8).reshape(-1, 32)
+        gone = rows[np.asarray(columns, np.int64)[::-1]].tobytes()
+        self.events.append(BlockRemoved(gone, MEDIUM[tier], node.root.namespace))
