@@ -42,8 +42,17 @@ class Request:
 class Engine:
     """Drives a cache through requests' lives, checking contents and invariants all the way."""
 
-    def __init__(self, page_size: int, *groups: CacheGroup, events: bool = False, hashes: bool = False, seed: int = 0,
-                 save: str = "", every: int = 1, **options: object) -> None:
+    def __init__(
+        self,
+        page_size: int,
+        *groups: CacheGroup,
+        events: bool = False,
+        hashes: bool = False,
+        seed: int = 0,
+        save: str = "",
+        every: int = 1,
+        **options: object,
+    ) -> None:
         self.cache = HybridPrefixCache(page_size, groups, events=events, hashes=hashes, **options)
         self.double = ContentDouble(page_size, groups, seed)
         self.double.attach(self.cache)
@@ -55,6 +64,7 @@ class Engine:
         self.running: list[Request] = []
         self.step = 0
         self.flights: dict[int, list[tuple[Request, int, int]]] = {}
+        self.doomed: set[int] = set()
         self.operations: dict[int, str] = {}
         self.events: list[object] = []
         self.checks = True
@@ -70,8 +80,9 @@ class Engine:
         self.waiting.append(request)
         return request
 
-    def run(self, name: str, tokens, max_tokens: int = 1, ns: Namespace = BASE, reads: bool = True,
-            chunk: int = 1 << 20) -> Request:
+    def run(
+        self, name: str, tokens, max_tokens: int = 1, ns: Namespace = BASE, reads: bool = True, chunk: int = 1 << 20
+    ) -> Request:
         """Submit one request and see it through to its end, transfers and all."""
         request = self.submit(name, tokens, max_tokens, ns, reads)
         for _ in range(10_000):
@@ -118,7 +129,9 @@ class Engine:
                 return False
         else:
             match = self.cache.match_nothing(request.binding, tokens)
-        upto = min(match.length, match.start + chunk, *(c * self.page for c in match.cuts if c * self.page > match.start))
+        upto = min(
+            match.length, match.start + chunk, *(c * self.page for c in match.cuts if c * self.page > match.start)
+        )
         admitted = self.cache.admit(match, upto)
         while admitted is None and upto > match.start + 1:
             upto = match.start + max(1, (upto - match.start) // 2)
@@ -207,7 +220,7 @@ class Engine:
             self._publish(request)
             if len(request.generated) >= request.max_tokens:
                 ended.append(request)
-        commit = self.cache.step_commit(step)
+        commit = self.cache.step_commit(step, max(self.flights, default=None))
         for replaced in commit.replaced:
             assert self.cache.table(replaced.lease, replaced.group)[replaced.column] == replaced.page
         if self.save == "through":
@@ -225,25 +238,33 @@ class Engine:
     def _publish(self, request: Request) -> None:
         """Generated pages that are full and computed go to the tree."""
         lease = request.lease
-        reading = max(request.steps, default=None)
         known = token_bytes(request.tokens)
         while lease.depth < request.real // self.page:
             before = lease.depth
             page = known[4 * self.page * before : 4 * self.page * (before + 1)]
-            self.cache.publish_rows([lease], page, reading)
+            self.cache.publish_rows([lease], page)
             if lease.depth == before:
                 return
 
     def fail(self) -> None:
         """The oldest step in flight fails, and with it all later ones."""
         step = min(self.flights)
-        touched = {r.id: r for s, parts in self.flights.items() for r, _, _ in parts if not r.ended and s in r.steps}
+        newest = max(self.flights)
+        touched = {}
+        if step not in self.doomed:
+            touched = {
+                r.id: r for s, parts in self.flights.items() for r, _, _ in parts if s in r.steps and not r.ended
+            }
         self.double.fail(step)
         del self.flights[step]
-        fallen = self.cache.step_failed(step)
+        fallen = self.cache.step_failed(step, newest)
         for request in self.running:
             if request.lease in fallen:
                 touched[request.id] = request
+        if step in self.doomed:
+            self.check()
+            return
+        self.doomed |= set(range(step, newest + 1))
         for request in touched.values():
             request.steps = []
             request.total = len(request.tokens)
@@ -273,6 +294,7 @@ class Engine:
         self.waiting.insert(0, request)
         request.lease, request.steps = None, []
         request.total = len(request.tokens)
+        self.check()
 
     # ---- transfers
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .flight import Flight, is_real
+from .flight import Flight, is_real, note_promises
 from .ghosts import crc_at
 from .group import DEVICE, HOST
 from .lease import Binding, Holder, Lease, Match, Sibling
@@ -388,8 +388,12 @@ class Desk:
             node = last if last.end == wish.depth else tree.split(last, wish.depth - last.start)
         seed_node = tree.node_ending(node, match.boundary) if tree.slots and match.boundary else None
         lease = Lease(match.binding, node, wish.depth, len(tree.groups))
-        tree.pin(node, DEVICE)
         root.holders[lease] = None
+        if root.hooked:
+            tree.pin(node, DEVICE)
+        else:
+            lease.detached = True
+            tree.unhooked[root] = None
         lease.boundary = match.boundary
         lease.length = match.length
         lease.start = min(match.boundary * tree.page_size, match.length - 1)
@@ -416,20 +420,12 @@ class Desk:
             lease.tables[g] = bytearray(table.tobytes())
             lease.upto[g] = end
             lease.low[g] = wish.reads[g][0][0] if wish.reads[g] else end
-        self._depends(lease)
+        note_promises(lease)
         if match.cuts and not lease.detached:
             lease.cuts = match.cuts
             lease.tokens = match.tokens
             root.makers.setdefault(match.tokens[: tree.page_bytes], []).append(lease)
         return lease
-
-    def _depends(self, lease: Lease) -> None:
-        """Note which steps must succeed for the pages this lease adopts to be real."""
-        at: Node | None = lease.node
-        while at is not None:
-            if at.promised:
-                lease.deps += [(promise.step, promise.low()) for promise in at.promised]
-            at = at.parent
 
     def seat(self, lease: Lease) -> None:
         """All pages of the path are on the device: the lease's tables follow it."""
@@ -494,6 +490,9 @@ class Desk:
         if depth:
             last = next(n for n in reversed(path.nodes) if n.start < depth)
             node = last if last.end == depth else tree.split(last, depth - last.start)
+        if lease.source is not None:
+            lease.source.let_go(tree)
+            lease.source, lease.copied = None, 0
         tree.pin(node, DEVICE)
         private = {g: lease.private(g) for g in tree.closed + tree.loose}
         for g in tree.closed:
@@ -514,7 +513,7 @@ class Desk:
             lease.tables[g] = bytearray().join([at.device.pages[g] for at in nodes])
         lease.start = min(boundary * tree.page_size, length - 1)
         self.reseed(lease, boundary)
-        self._depends(lease)
+        note_promises(lease)
 
     def _reread(self, lease: Lease, node: Node, g: int, boundary: int, length: int) -> None:
         tree = self.tree
@@ -595,7 +594,7 @@ class Desk:
                     lease.tables[g][4 * column : 4 * column + 4] = page.to_bytes(4, "little")
             lease.upto[g] = depth
         lease.node, lease.depth = node, depth
-        self._depends(lease)
+        note_promises(lease)
 
     # ---- copy on write
 

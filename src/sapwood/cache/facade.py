@@ -232,13 +232,10 @@ class HybridPrefixCache:
             steps = self._steps
             self._publisher.publish(lease, tokens, 0, upto, steps.flight(step), steps.oldest(step))
 
-    def publish_rows(self, leases: Sequence[Lease], pages: bytes, reading: int | None) -> None:
+    def publish_rows(self, leases: Sequence[Lease], pages: bytes) -> None:
         """Each lease has computed one more page, real already: hand it to the tree. `pages` are their tokens, one page
-        after the other; `reading` is the newest step in flight that reads these leases' tables."""
-        fallen = self._publisher.publish_rows(leases, pages)
-        for lease, duplicates in fallen:
-            if reading is None:
-                self._publisher.settle(lease, duplicates)
+        after the other."""
+        self._steps.unsettled += self._publisher.publish_rows(leases, pages)
 
     def checkpoint(self, lease: Lease, page: int, step: int) -> list[PageCopy]:
         """Keep the state as it will be after `step`, at the end of `page` pages. Empty if no slot can be had."""
@@ -250,14 +247,16 @@ class HybridPrefixCache:
         self._live(lease)
         return self._steps.checkpoint(lease, page, step, rolling=True)
 
-    def step_commit(self, step: int) -> Commit:
-        """Step `step` is done: what it promised is real."""
-        return self._steps.commit(step)
+    def step_commit(self, step: int, reading: int | None = None) -> Commit:
+        """Step `step` is done: what it promised is real. `reading` is the newest later step in flight: while there is
+        one, no entry of a lease's table is replaced."""
+        return self._steps.commit(step, reading)
 
-    def step_failed(self, step: int) -> list[Lease]:
-        """Step `step` failed: what it and later steps in flight promised is withdrawn. Returns the leases that lost
-        pages; each of them, and each that had a row in those steps, goes on from where `rewind` says."""
-        return self._steps.failed(step)
+    def step_failed(self, step: int, newest: int) -> list[Lease]:
+        """Step `step` failed, while steps up to `newest` were in flight: what they promised is withdrawn, and the later
+        ones count as failed whatever their events say. Returns the leases that lost pages; each of them, and each that
+        had a row in those steps, goes on from where `rewind` says."""
+        return self._steps.failed(step, newest)
 
     def rewind(self, lease: Lease, position: int) -> int:
         """Where a row goes on that had computed `position` tokens before the step that failed."""
@@ -276,7 +275,7 @@ class HybridPrefixCache:
         pages, rest = divmod(len(fill), self._tree.page_bytes)
         if rest:
             raise ValueError(f"fill must be whole pages of {self._tree.page_bytes} bytes, got {len(fill)} bytes")
-        if lease.writes and not lease.detached and reading not in self._steps.flights:
+        if lease.writes and not lease.detached and self._steps.in_flight(reading) is None:
             if pages:
                 self._publisher.publish(lease, fill, lease.depth, lease.depth + pages, None, 0)
             if self._tree.slots:

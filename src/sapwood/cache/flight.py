@@ -66,7 +66,7 @@ class Snapshot(NamedTuple):
 class Flight:
     """One step between its plan and its event."""
 
-    __slots__ = ("doomed", "ended", "freed", "holders", "promises", "snapshots", "step")
+    __slots__ = ("ended", "freed", "holders", "promises", "snapshots", "step")
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -75,7 +75,6 @@ class Flight:
         self.ended: list[Lease] = []  # requests that are over, but whose rows still run
         self.holders: list[Holder] = []  # what its copies and rows read, and nobody else may hold
         self.freed: list[tuple[int, Ids]] = []  # (group, ids) given out only after that
-        self.doomed = False  # an earlier step failed: this one counts as failed whatever it says
 
 
 def mark(tree: Tree, promise: Promise) -> None:
@@ -90,6 +89,15 @@ def unmark(tree: Tree, promise: Promise) -> None:
     for node, _, _ in tree.cover(promise.node, promise.low(), promise.last):
         if node.promised is not None:
             node.promised = [other for other in node.promised if other is not promise] or None
+
+
+def note_promises(lease: Lease) -> None:
+    """Note which steps must succeed for the pages on a lease's path to be real."""
+    at: Node | None = lease.node
+    while at is not None:
+        if at.promised:
+            lease.deps += [(promise.step, promise.low()) for promise in at.promised]
+        at = at.parent
 
 
 def is_real(tree: Tree, node: Node, g: int, column: int) -> bool:

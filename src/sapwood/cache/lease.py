@@ -90,6 +90,7 @@ class Lease:
         "boundary",
         "cached",
         "copied",
+        "copied_at",
         "cuts",
         "deps",
         "depth",
@@ -108,6 +109,7 @@ class Lease:
         "start",
         "tables",
         "tokens",
+        "uncopied",
         "upto",
         "waits",
         "wanted",
@@ -133,6 +135,8 @@ class Lease:
         self.working: dict[int, int] = {}  # slot group -> the slot its rows advance
         self.source: Holder | None = None  # the page a copy on write takes from
         self.copied = 0  # tokens that copy brings
+        self.copied_at = 0  # the step that makes it
+        self.uncopied = False  # that step failed
         self.opened = False  # its first batch has been planned
         self.cuts: tuple[int, ...] = ()
         self.tokens = b""  # the prompt, while others may wait for the snapshots it will make
@@ -160,6 +164,11 @@ class Lease:
 
     def detach(self, tree: Tree) -> None:
         """The tree is leaving: from now on the lease reads its closed pages by page."""
+        if self.waits:  # what is on the device so far; the rest will come to it privately
+            there = [node for node in tree.path_to(self.node).nodes if node.device.count]
+            for g in tree.closed:
+                self.tables[g] = bytearray().join([node.device.pages[g] for node in there])
+                self.upto[g] = len(self.tables[g]) // 4
         for g in tree.closed:
             ids = self.adopted(g)[1]
             tree.pools[DEVICE][g].read(ids)

@@ -59,7 +59,8 @@ class Publisher:
                 flight.promises.append(promise)
                 if first < upto or fills:
                     mark(tree, promise)
-                    lease.depends(flight.step, promise.low(), oldest)
+                own = min((column for _, column in duplicates), default=upto)
+                lease.depends(flight.step, min(promise.low(), own), oldest)
         else:
             self.became_real(lease.node, first, upto, fills)
         return duplicates
@@ -150,10 +151,10 @@ class Publisher:
             if low < last:
                 self.real.append(Span(low, last, node))
 
-    def snapshot_is_real(self, node: Node) -> None:
-        """A snapshot at the end of `node` can be used, announced if it is what events speak of, and saved."""
+    def snapshot_is_real(self, node: Node, groups: list[int]) -> None:
+        """A snapshot of `groups` at the end of `node` can be used, announced if events speak of it, and saved."""
         tree = self.tree
-        if tree.announcing and tree.told in tree.slots:
+        if tree.announcing and tree.told in groups:
             tree.tell_stored(node, DEVICE, node.end - 1, node.end)
         if tree.has_host:
             self.real.append(Span(node.end - 1, node.end, node))

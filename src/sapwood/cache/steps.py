@@ -32,6 +32,9 @@ class Steps:
         self.desk = desk
         self.publisher = publisher
         self.flights: dict[int, Flight] = {}
+        self.unsettled: list[tuple[Lease, list[tuple[int, int]]]] = []  # duplicates that steps in flight still read
+        self.doomed = 0  # steps up to this one count as failed whatever they say: an earlier one has failed
+        self.last = 0  # the newest step whose event has come
         self.counts = {
             "steps": 0,
             "steps_failed": 0,
@@ -44,13 +47,19 @@ class Steps:
         }
 
     def flight(self, step: int) -> Flight:
+        """Step `step`, which is being planned."""
+        if step <= max(self.last, self.doomed) or (self.flights and step < max(self.flights)):
+            raise ValueError(f"step {step} cannot be planned any more: steps are planned in order, each once")
+        return self._known(step)
+
+    def in_flight(self, step: int | None) -> Flight | None:
+        """The step that still reads something, if it does: a plan without news for the cache is not known before."""
+        return None if step is None or step <= self.last else self._known(step)
+
+    def _known(self, step: int) -> Flight:
         flight = self.flights.get(step)
         if flight is None:
-            if self.flights and step < max(self.flights):
-                raise ValueError(f"step {step} cannot be opened after step {max(self.flights)}")
             flight = self.flights[step] = Flight(step)
-        if flight.doomed:
-            raise ValueError(f"step {step} belongs to a plan that was withdrawn")
         return flight
 
     def oldest(self, default: int) -> int:
@@ -58,46 +67,49 @@ class Steps:
 
     # ---- events
 
-    def commit(self, step: int) -> Commit:
+    def commit(self, step: int, reading: int | None) -> Commit:
         tree = self.tree
+        self._event(step)
         flight = self.flights.pop(step, None)
-        tree.now += 1
         self.counts["steps"] += 1
         if flight is not None:
-            if not flight.doomed:
+            if step > self.doomed:
                 for promise in flight.promises:
                     if not promise.lease.root.hooked:
                         continue
                     unmark(tree, promise)
                     self.publisher.became_real(promise.node, promise.first, promise.last, promise.fills)
-                for promise in flight.promises:
-                    if promise.duplicates:
-                        self._settle(promise.lease, promise.duplicates, step)
+                self.unsettled += [(p.lease, p.duplicates) for p in flight.promises if p.duplicates]
                 for snapshot in flight.snapshots:
                     self._land(snapshot)
             self._over(flight)
+        if reading is None and self.unsettled:
+            for lease, duplicates in self.unsettled:
+                self.publisher.settle(lease, duplicates)
+            self.unsettled = []
         real, replaced = self.publisher.real, self.publisher.replaced
         self.publisher.real, self.publisher.replaced = [], []
         self.counts["duplicates_freed"] += len(replaced)
         return Commit(real, replaced)
 
-    def _settle(self, lease: Lease, duplicates: list[tuple[int, int]], step: int) -> None:
-        """Duplicates go when their step is done, unless a later step reads the same table."""
-        if any(f.step > step and any(p.lease is lease for p in f.promises) for f in self.flights.values()):
-            return
-        self.publisher.settle(lease, duplicates)
+    def _event(self, step: int) -> None:
+        if step <= self.last:
+            raise ValueError(f"the event of step {step} has come already")
+        self.last = step
+        self.tree.now += 1
 
-    def failed(self, step: int) -> list[Lease]:
-        """Withdraw what `step` and all later steps in flight promised. Returns the leases that lost something."""
+    def failed(self, step: int, newest: int) -> list[Lease]:
+        """Withdraw what `step` and all later steps up to `newest` promised. Returns the leases that lost something."""
         tree = self.tree
-        tree.now += 1
+        self._event(step)
         self.counts["steps_failed"] += 1
-        gone = self.flights.pop(step, None)
-        if gone is not None and gone.doomed:
-            self._over(gone)
+        if step <= self.doomed:
+            self._over(self.flights.pop(step, None))
             return []
+        self.doomed = max(step, newest)
+        held = self._known(newest) if newest > step else None
+        gone = self.flights.pop(step, None)
         later = [flight for number, flight in sorted(self.flights.items()) if number > step]
-        held = later[-1] if later else None
         doomed = ([gone] if gone is not None else []) + later
         promises = [p for flight in doomed for p in flight.promises if p.lease.root.hooked]
         for promise in promises:
@@ -111,18 +123,17 @@ class Steps:
             for snapshot in flight.snapshots:
                 freed += [(g, np.array([slot], np.int32)) for g, slot in snapshot.slots.items()]
             flight.promises, flight.snapshots = [], []
-        for flight in later:
-            flight.doomed = True
         for promise in promises:
             tree.unpin(promise.node, DEVICE)
-        if gone is not None:
-            self._over(gone)
+        self._over(gone)
         if held is None:
             self._free(freed)
         return fallen
 
-    def _over(self, flight: Flight) -> None:
+    def _over(self, flight: Flight | None) -> None:
         """Its event has come: nothing it touched is touched any more."""
+        if flight is None:
+            return
         for lease in flight.ended:
             self._drop(lease, FLIGHT)
         for holder in flight.holders:
@@ -141,6 +152,10 @@ class Steps:
         roots = [*tree.roots.values(), *tree.unhooked]
         for lease in [holder for root in roots for holder in root.holders if isinstance(holder, Lease)]:
             lost = [page for number, page in lease.deps if number >= step]
+            if lease.copied_at >= step:  # the copy on write it began with did not happen
+                lease.copied_at = lease.copied = 0
+                lease.start = lease.boundary * tree.page_size
+                lease.uncopied = True
             if lost:
                 lease.deps = [dep for dep in lease.deps if dep[0] < step]
                 self.fall_back(lease, min(lost), held)
@@ -211,7 +226,9 @@ class Steps:
         size = tree.page_size
         have = min((len(lease.tables[g]) // 4 for g in tree.closed + tree.loose), default=-(-position // size))
         position = min(position, have * size)
-        if all(family.undoable for family in tree.families):
+        if lease.uncopied:
+            position, lease.uncopied = min(position, lease.start), False
+        if all(family.undoable for family in tree.families) and self._reaches_back(lease, position):
             return position
         held = self.flights[max(self.flights)] if self.flights else None
         if lease.detached:
@@ -227,6 +244,16 @@ class Steps:
         self.desk.refit(lease, tree.path_to(lease.node), boundary, depth, position + 1, held)
         return lease.start
 
+    def _reaches_back(self, lease: Lease, position: int) -> bool:
+        """Whether the lease still has what a row from `position` on reads. One that began on promised pages has not
+        got those before them."""
+        for g in self.tree.loose:
+            table = lease.table(g)
+            for low, high in self.tree.families[g].pages_read(position):
+                if high > len(table) or not table[low:high].all():
+                    return False
+        return True
+
     # ---- ends
 
     def end(self, lease: Lease, reading: int | None) -> None:
@@ -238,8 +265,9 @@ class Steps:
             transfer.waiters.remove(lease)
         lease.waits = []
         steps = [step for step, _ in lease.deps if step in self.flights]
-        if reading is not None and reading in self.flights:
-            steps.append(reading)
+        running = self.in_flight(reading)
+        if running is not None:
+            steps.append(running.step)
         if not steps:
             self._drop(lease, LEASE)
             return
@@ -292,10 +320,12 @@ class Steps:
                 lease.seed = {}
         if lease.source is not None:
             for (_, g), page in lease.source.pages.items():
+                if lease.upto[g] > lease.boundary:
+                    continue  # the tree has this page by now
                 target = int(lease.table(g)[lease.boundary])
                 copies.append(PageCopy(tree.groups[g].name, int(page[0]), target, lease.copied, "before"))
             flight.holders.append(lease.source)
-            lease.source = None
+            lease.source, lease.copied_at = None, step
         return copies
 
     def checkpoint(self, lease: Lease, page: int, step: int, rolling: bool) -> list[PageCopy]:
@@ -340,9 +370,8 @@ class Steps:
         old = self._rolling_slots(lease) if snapshot.rolling else {}
         before = lease.rolling
         node = tree.node_ending(lease.node, snapshot.page)
-        for g, slot in snapshot.slots.items():
-            put_slot(tree, node, DEVICE, g, slot)
-        self.publisher.snapshot_is_real(node)
+        kept = [g for g, slot in snapshot.slots.items() if put_slot(tree, node, DEVICE, g, slot)]
+        self.publisher.snapshot_is_real(node, kept)
         self._skip_cut(lease, snapshot.page)
         if snapshot.rolling:
             lease.rolling = snapshot.page
@@ -377,10 +406,12 @@ class Steps:
             self.counts["states_dropped"] += 1
             return
         node = lease.node
+        kept = []
         for g, slot in list(lease.working.items()):
             ids = np.array([slot], np.int32)
             tree.pools[DEVICE][g].move(ids, LEASE, FLIGHT)
-            put_slot(tree, node, DEVICE, g, slot)
             del lease.working[g]
+            if put_slot(tree, node, DEVICE, g, slot):
+                kept.append(g)
         self.counts["states_published"] += 1
-        self.publisher.snapshot_is_real(node)
+        self.publisher.snapshot_is_real(node, kept)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from .flight import note_promises
 from .group import DEVICE, HOST
 from .lease import Holder, Lease
 from .namespace import Namespace
@@ -338,6 +339,8 @@ class Transfers:
                 stored.update(kept)
             for lease in waiters:
                 self._take(lease, g)
+        for lease in waiters:
+            note_promises(lease)
         self._announce(transfer.node, DEVICE, stored)
 
     def _take(self, lease: Lease, g: int) -> None:

@@ -175,7 +175,8 @@ class Tree:
         upper.recent = node
         upper.loading = node.loading
         if node.promised:
-            upper.promised = list(node.promised)
+            upper.promised = [p for p in node.promised if p.low() < node.start] or None
+            node.promised = [p for p in node.promised if p.last > node.start] or None
         if node.hashes is not None:
             upper.hashes, node.hashes = node.hashes[: 32 * k], node.hashes[32 * k :]
         for t in self.tiers:
