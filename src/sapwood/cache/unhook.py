@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from .flight import is_real
+from .flight import is_real, note_promises
 from .group import DEVICE
+from .lease import Lease
 from .node import Node, Root
 from .pool import TREE, UNHOOKED, Ids
 from .tree import Tree, as_ids
@@ -18,6 +19,8 @@ def unhook(tree: Tree, root: Root, silently: bool) -> None:
     detached tree has to be kept: a page with readers is counted as unhooked, all others are free now.
     """
     for holder in root.holders:
+        if isinstance(holder, Lease):
+            note_promises(holder)  # one that waits for a load may find promised pages on its path by now
         holder.detach(tree)
     below: list[Node] = []
     stack = list(root.top.children.values())
