@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .admission import Desk
+from .match import Matcher
 from .namespace import Namespace
 from .node import Root
 from .path import Path, agree
@@ -37,12 +37,14 @@ class Explanation(NamedTuple):
     detail: str
 
 
-def explain(tree: Tree, desk: Desk, enabled: bool, namespace: Namespace, tokens: bytes, admin: bool) -> Explanation:
+def explain(
+    tree: Tree, matcher: Matcher, enabled: bool, namespace: Namespace, tokens: bytes, admin: bool
+) -> Explanation:
     length = len(tokens) // 4
     size = tree.page_size
     if not enabled:
         return Explanation("off", 0, 0, None, "The prefix cache is switched off.")
-    if not desk.most_pages(length):
+    if not matcher.most_pages(length):
         return Explanation(
             "short", 0, 0, None, f"The prompt has {length} tokens; only whole pages of {size} tokens are cached."
         )
@@ -53,9 +55,9 @@ def explain(tree: Tree, desk: Desk, enabled: bool, namespace: Namespace, tokens:
         if since is not None:
             found = Explanation("evicted", 0, 0, since, f"It was cached and had to make room at step {since}.")
     else:
-        found = _within(tree, desk, root, tokens, length, admin)
+        found = _within(tree, matcher, root, tokens, length, admin)
     if admin and found.reason != "hit":
-        return _elsewhere(tree, desk, namespace, tokens, length, found)
+        return _elsewhere(tree, matcher, namespace, tokens, length, found)
     return found
 
 
@@ -69,11 +71,11 @@ def _real_path(tree: Tree, root: Root, tokens: bytes) -> Path:
     return path
 
 
-def _within(tree: Tree, desk: Desk, root: Root, tokens: bytes, length: int, admin: bool) -> Explanation:
+def _within(tree: Tree, matcher: Matcher, root: Root, tokens: bytes, length: int, admin: bool) -> Explanation:
     path = _real_path(tree, root, tokens)
-    boundary, limiter = desk.boundary(path, length)
+    boundary, limiter = matcher.boundary(path, length)
     cached = min(boundary * tree.page_size, length - 1)
-    reason = desk.reason(path, boundary, limiter, length)
+    reason = matcher.reason(path, boundary, limiter, length)
     served = f"{cached} of {length} tokens would be served"
     if reason in ("no_snapshot", "window_gone"):
         group = tree.groups[limiter].name
@@ -87,7 +89,7 @@ def _within(tree: Tree, desk: Desk, root: Root, tokens: bytes, length: int, admi
         )
     at = path.depth * tree.page_bytes
     page = tokens[at : at + tree.page_bytes]
-    if boundary < desk.most_pages(length) and len(page) == tree.page_bytes:
+    if boundary < matcher.most_pages(length) and len(page) == tree.page_bytes:
         since = tree.ghosts.since(root.digest, path.depth, zlib.crc32(tokens[:at]), page)
         if since is not None:
             return Explanation(
@@ -122,12 +124,12 @@ def _diverged(tree: Tree, path: Path, tokens: bytes, cached: int, served: str, a
 
 
 def _elsewhere(
-    tree: Tree, desk: Desk, namespace: Namespace, tokens: bytes, length: int, found: Explanation
+    tree: Tree, matcher: Matcher, namespace: Namespace, tokens: bytes, length: int, found: Explanation
 ) -> Explanation:
     best, where = found.cached, None
     for other, root in tree.roots.items():
         if other != namespace:
-            boundary, _ = desk.boundary(_real_path(tree, root, tokens), length)
+            boundary, _ = matcher.boundary(_real_path(tree, root, tokens), length)
             cached = min(boundary * tree.page_size, length - 1)
             if cached > best:
                 best, where = cached, other

@@ -19,13 +19,16 @@ from . import explain as explaining
 from .admission import Desk
 from .events import AllBlocksCleared, KVEvent
 from .explain import Explanation
+from .follow import Follower
 from .group import DEVICE, HOST, TIERS, CacheGroup, validate_groups, whole_number
 from .hashes import chain
 from .lease import Binding, Lease, Match, PageCopy
+from .match import Matcher
 from .namespace import Namespace
 from .pool import LEASE, OWNERS, Ids
 from .publish import Publisher, Span
 from .room import Room
+from .snapshots import Snapshots
 from .steps import Commit, Steps
 from .tokens import token_bytes
 from .transfer import Landed, Operation, Transfers
@@ -62,9 +65,12 @@ class HybridPrefixCache:
         self._tree = tree = Tree(page_size, groups, hashes, events, ghost_bytes)
         self._room = Room(tree)
         self._transfers = Transfers(tree, self._room)
+        self._matcher = Matcher(tree)
         self._desk = Desk(tree, self._room, self._transfers)
+        self._follower = Follower(tree, self._matcher)
         self._publisher = Publisher(tree)
-        self._steps = Steps(tree, self._room, self._desk, self._publisher)
+        self._snapshots = Snapshots(tree, self._room, self._follower, self._publisher)
+        self._steps = Steps(tree, self._follower, self._publisher, self._snapshots)
         self._leases: dict[Lease, None] = {}
         self._index = {group.name: i for i, group in enumerate(groups)}
         self._tally: dict[str, int] = {
@@ -124,14 +130,14 @@ class HybridPrefixCache:
         if rest or not length:
             raise ValueError(f"tokens must be one or more int32 values, got {len(raw)} bytes")
         if not self.enabled:
-            return self._desk.nothing(binding, raw, length, "off")
-        return self._desk.match(binding, raw, length, HOST if host else DEVICE)
+            return self._matcher.nothing(binding, raw, length, "off")
+        return self._matcher.match(binding, raw, length, HOST if host else DEVICE)
 
     def match_nothing(self, binding: Binding, tokens: Tokens) -> Match:
         """A match that adopts nothing, for a request that must compute every token itself."""
         self._bound(binding)
         raw = tokens if type(tokens) is bytes else token_bytes(tokens)
-        return self._desk.nothing(binding, raw, len(raw) // 4, "off")
+        return self._matcher.nothing(binding, raw, len(raw) // 4, "off")
 
     def admit(self, match: Match, upto: int) -> tuple[Lease, Operation | None] | None:
         """A lease for the matched request with pages for its tokens up to `upto`, in all groups; None if one of them
@@ -140,7 +146,7 @@ class HybridPrefixCache:
         self._bound(match.binding)
         whole_number("upto", upto, match.start + 1, match.length)
         if match.version != self._tree.version and match.reason != "off":
-            again = self._desk.match(match.binding, match.tokens, match.length, match.path.tier)
+            again = self._matcher.match(match.binding, match.tokens, match.length, match.path.tier)
             upto = min(match.length, again.start + upto - match.start)
             match = again
         admitted = self._desk.admit(match, upto)
@@ -155,7 +161,7 @@ class HybridPrefixCache:
     def opening(self, lease: Lease, step: int) -> list[PageCopy]:
         """The copies to run before the first batch of a lease (or the next, after `adopt` and `rewind`)."""
         self._live(lease)
-        copies = self._steps.opening(lease, step)
+        copies = self._snapshots.opening(lease, self._steps.flight(step))
         self._tally["copies"] += len(copies)
         return copies
 
@@ -165,7 +171,7 @@ class HybridPrefixCache:
         self._live(lease)
         if not self.enabled:
             return position
-        return self._desk.adopt(lease, tokens, position)
+        return self._follower.adopt(lease, tokens, position)
 
     def growable(self, lease: Lease, upto: int) -> int:
         """Up to which token, at most `upto`, every group could give pages now."""
@@ -222,7 +228,7 @@ class HybridPrefixCache:
     def slide(self, lease: Lease, position: int) -> None:
         """Everything up to `position` is real: give up pages no row from there on needs."""
         self._live(lease)
-        self._desk.slide(lease, position)
+        self._follower.slide(lease, position)
 
     def publish(self, lease: Lease, tokens: bytes, upto: int, step: int) -> None:
         """Hand the first `upto` pages to the tree, promised by `step`; `tokens` are those of the request from its
@@ -240,12 +246,12 @@ class HybridPrefixCache:
     def checkpoint(self, lease: Lease, page: int, step: int) -> list[PageCopy]:
         """Keep the state as it will be after `step`, at the end of `page` pages. Empty if no slot can be had."""
         self._live(lease)
-        return self._steps.checkpoint(lease, page, step, rolling=False)
+        return self._snapshots.checkpoint(lease, page, self._steps.flight(step), rolling=False)
 
     def roll_checkpoint(self, lease: Lease, page: int, step: int) -> list[PageCopy]:
         """A checkpoint that takes the place of the lease's last rolling one once it is real."""
         self._live(lease)
-        return self._steps.checkpoint(lease, page, step, rolling=True)
+        return self._snapshots.checkpoint(lease, page, self._steps.flight(step), rolling=True)
 
     def step_commit(self, step: int, reading: int | None = None) -> Commit:
         """Step `step` is done: what it promised is real. `reading` is the newest later step in flight: while there is
@@ -279,7 +285,7 @@ class HybridPrefixCache:
             if pages:
                 self._publisher.publish(lease, fill, lease.depth, lease.depth + pages, None, 0)
             if self._tree.slots:
-                self._steps.publish_state(lease, computed)
+                self._snapshots.publish_state(lease, computed)
         del self._leases[lease]
         self._steps.end(lease, reading)
 
@@ -316,7 +322,7 @@ class HybridPrefixCache:
 
     def explain(self, namespace: Namespace, tokens: Tokens, admin: bool = False) -> Explanation:
         """Why this prompt would hit no more than it does. Changes nothing."""
-        return explaining.explain(self._tree, self._desk, self.enabled, namespace, token_bytes(tokens), admin)
+        return explaining.explain(self._tree, self._matcher, self.enabled, namespace, token_bytes(tokens), admin)
 
     def stats(self) -> dict[str, Any]:
         """Everything a dashboard draws: pages by group, tier and owner; hits, reasons, evictions, transfers."""
@@ -339,7 +345,7 @@ class HybridPrefixCache:
             **self._tally,
             "reasons": dict(self._reasons),
             "transfers": dict(self._transfers.counts),
-            "steps": dict(self._steps.counts),
+            "steps": {**self._steps.counts, **self._snapshots.counts},
             "nodes": tree.nodes,
             "leases": len(self._leases),
             "ghosts": {"entries": len(tree.ghosts), "bytes": tree.ghosts.used_bytes, "limit": tree.ghosts.limit_bytes},
@@ -362,7 +368,7 @@ class HybridPrefixCache:
     # ---- inside
 
     def _count(self, match: Match, lease: Lease) -> None:
-        reason = self._desk.refine(match)
+        reason = self._matcher.refine(match)
         self._reasons[reason] = self._reasons.get(reason, 0) + 1
         for tally in (self._tally, lease.root.tally):
             tally["requests"] = tally.get("requests", 0) + 1

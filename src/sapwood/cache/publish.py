@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .announce import hash_path, tell_stored
 from .flight import Fill, Flight, Promise, is_real, mark
 from .group import DEVICE
 from .lease import Lease
@@ -126,9 +127,9 @@ class Publisher:
     def _row_is_real(self, node: Node, depth: int) -> None:
         tree = self.tree
         if tree.announcing:
-            tree.tell_stored(node, DEVICE, depth, depth + 1)
+            tell_stored(tree, node, DEVICE, depth, depth + 1)
         elif tree.hashing:
-            tree.hash_path(node, depth, depth + 1)
+            hash_path(tree, node, depth, depth + 1)
         if tree.has_host:
             self.real.append(Span(depth, depth + 1, node))
 
@@ -138,14 +139,14 @@ class Publisher:
         if tree.announcing:
             if tree.closed:
                 if first < last:
-                    tree.tell_stored(node, DEVICE, first, last)
+                    tell_stored(tree, node, DEVICE, first, last)
             else:
                 for fill in fills:
                     if fill.g == tree.told:
                         for low, high in runs(fill.columns):
-                            tree.tell_stored(node, DEVICE, low, high)
+                            tell_stored(tree, node, DEVICE, low, high)
         elif tree.hashing and first < last:
-            tree.hash_path(node, first, last)
+            hash_path(tree, node, first, last)
         if tree.has_host:
             low = min([first, *(int(fill.columns[0]) for fill in fills)])
             if low < last:
@@ -155,7 +156,7 @@ class Publisher:
         """A snapshot of `groups` at the end of `node` can be used, announced if events speak of it, and saved."""
         tree = self.tree
         if tree.announcing and tree.told in groups:
-            tree.tell_stored(node, DEVICE, node.end - 1, node.end)
+            tell_stored(tree, node, DEVICE, node.end - 1, node.end)
         if tree.has_host:
             self.real.append(Span(node.end - 1, node.end, node))
 

@@ -7,14 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .admission import Desk
-from .flight import Flight, Snapshot, unmark, withdraw
+from .flight import Flight, unmark, withdraw
+from .follow import Follower
 from .group import DEVICE
-from .lease import Holder, Lease, PageCopy
+from .lease import Holder, Lease
 from .pool import FLIGHT, LEASE, UNHOOKED, Ids
 from .publish import Publisher, Replaced, Span
-from .room import Room
-from .transfer import put_slot
+from .snapshots import Snapshots
 from .tree import Tree
 
 
@@ -26,25 +25,16 @@ class Commit(NamedTuple):
 
 
 class Steps:
-    def __init__(self, tree: Tree, room: Room, desk: Desk, publisher: Publisher) -> None:
+    def __init__(self, tree: Tree, follower: Follower, publisher: Publisher, snapshots: Snapshots) -> None:
         self.tree = tree
-        self.room = room
-        self.desk = desk
+        self.follower = follower
         self.publisher = publisher
+        self.snapshots = snapshots
         self.flights: dict[int, Flight] = {}
         self.unsettled: list[tuple[Lease, list[tuple[int, int]]]] = []  # duplicates that steps in flight still read
         self.doomed = 0  # steps up to this one count as failed whatever they say: an earlier one has failed
         self.last = 0  # the newest step whose event has come
-        self.counts = {
-            "steps": 0,
-            "steps_failed": 0,
-            "checkpoints": 0,
-            "checkpoints_skipped": 0,
-            "snapshots_lost": 0,
-            "states_published": 0,
-            "states_dropped": 0,
-            "duplicates_freed": 0,
-        }
+        self.counts = {"steps": 0, "steps_failed": 0, "duplicates_freed": 0}
 
     def flight(self, step: int) -> Flight:
         """Step `step`, which is being planned."""
@@ -81,7 +71,7 @@ class Steps:
                     self.publisher.became_real(promise.node, promise.first, promise.last, promise.fills)
                 self.unsettled += [(p.lease, p.duplicates) for p in flight.promises if p.duplicates]
                 for snapshot in flight.snapshots:
-                    self._land(snapshot)
+                    self.snapshots.land(snapshot)
             self._over(flight)
         if reading is None and self.unsettled:
             for lease, duplicates in self.unsettled:
@@ -233,15 +223,15 @@ class Steps:
         held = self.flights[max(self.flights)] if self.flights else None
         if lease.detached:
             self.fall_back(lease, 0, held)
-            self.desk.reseed(lease, 0)
+            self.follower.reseed(lease, 0)
             lease.start = lease.boundary = 0
             return 0
         path = tree.path_to(lease.node)
         path.tier = DEVICE
         depth, path.depth = path.depth, min(path.depth, position // size)
         path.nodes = [node for node in path.nodes if node.start < path.depth]
-        boundary, _ = self.desk.boundary(path, position + 1)
-        self.desk.refit(lease, tree.path_to(lease.node), boundary, depth, position + 1, held)
+        boundary, _ = self.follower.matcher.boundary(path, position + 1)
+        self.follower.refit(lease, tree.path_to(lease.node), boundary, depth, position + 1, held)
         return lease.start
 
     def _reaches_back(self, lease: Lease, position: int) -> bool:
@@ -260,7 +250,7 @@ class Steps:
         """Drop a lease; if step `reading` still runs one of its rows, what it touches waits for that."""
         tree = self.tree
         lease.ended = True
-        self.stop_making(lease)
+        self.snapshots.stop_making(lease)
         for transfer in lease.waits:
             transfer.waiters.remove(lease)
         lease.waits = []
@@ -283,7 +273,7 @@ class Steps:
             tree.pools[DEVICE][g].release(lease.private(g), owner)
         for g, slot in lease.working.items():
             tree.pools[DEVICE][g].release(np.array([slot], np.int32), owner)
-        self.desk.unseed(lease.seed, lease)
+        self.follower.unseed(lease.seed, lease)
         if lease.source is not None:
             lease.source.let_go(tree)
         for g in tree.loose + (tree.closed if lease.detached else []):
@@ -296,122 +286,3 @@ class Steps:
         if not lease.detached:
             tree.unpin(lease.node, DEVICE)
         tree.forget_if_empty(lease.root)
-
-    # ---- snapshots
-
-    def opening(self, lease: Lease, step: int) -> list[PageCopy]:
-        """The copies that must run before the lease's next batch. Their sources are held until `step` is done."""
-        tree = self.tree
-        if lease.opened:
-            return []
-        lease.opened = True
-        copies = [
-            PageCopy(tree.groups[g].name, lease.seed.get(g, 0), lease.working[g], tree.page_size, "before")
-            for g in tree.slots
-        ]
-        flight = self.flight(step)
-        if lease.seed:
-            ids = {(DEVICE, g): np.array([slot], np.int32) for g, slot in lease.seed.items()}
-            if not lease.detached:
-                node = lease.seed_node
-                assert node is not None
-                flight.holders.append(Holder(tree, node, (DEVICE,), (node.end - 1, node.end), ids))
-                self.desk.unseed(lease.seed, lease)
-                lease.seed = {}
-        if lease.source is not None:
-            for (_, g), page in lease.source.pages.items():
-                if lease.upto[g] > lease.boundary:
-                    continue  # the tree has this page by now
-                target = int(lease.table(g)[lease.boundary])
-                copies.append(PageCopy(tree.groups[g].name, int(page[0]), target, lease.copied, "before"))
-            flight.holders.append(lease.source)
-            lease.source, lease.copied_at = None, step
-        return copies
-
-    def checkpoint(self, lease: Lease, page: int, step: int, rolling: bool) -> list[PageCopy]:
-        """Copy the working slots, which will stand at the end of `page` pages after `step`, into new slots."""
-        tree, room = self.tree, self.room
-        if not tree.slots or lease.detached or not lease.writes:
-            return []
-        need = dict.fromkeys(tree.slots, 1)
-        old = self._rolling_slots(lease)
-        for g, slot in old.items():  # never evict the last checkpoint to make the next: that one may fail
-            tree.pools[DEVICE][g].read(np.array([slot], np.int32))
-        fits = room.can_make(DEVICE, need)
-        if fits:
-            room.make(DEVICE, need)
-        self.desk.unseed(old, lease)
-        if not fits:
-            self.counts["checkpoints_skipped"] += 1
-            self._skip_cut(lease, page)
-            return []
-        slots = {g: int(tree.pools[DEVICE][g].allocate(1, FLIGHT)[0]) for g in tree.slots}
-        self.flight(step).snapshots.append(Snapshot(lease, page, slots, rolling))
-        self.counts["checkpoints"] += 1
-        return [
-            PageCopy(tree.groups[g].name, lease.working[g], slot, tree.page_size, "after") for g, slot in slots.items()
-        ]
-
-    def _rolling_slots(self, lease: Lease) -> dict[int, int]:
-        if not lease.rolling or lease.rolling > lease.depth:
-            return {}
-        for node, _, last in self.tree.cover(lease.node, lease.rolling - 1, lease.rolling):
-            if last == node.n:
-                return {g: node.device.pages[g] for g in self.tree.slots if node.device.pages[g]}
-        return {}
-
-    def _land(self, snapshot: Snapshot) -> None:
-        """The step is done: its checkpoint is real, if the pages below it were published."""
-        tree, lease = self.tree, snapshot.lease
-        if lease.detached or lease.depth < snapshot.page or lease not in lease.root.holders:
-            self._free([(g, np.array([slot], np.int32)) for g, slot in snapshot.slots.items()])
-            self.counts["snapshots_lost"] += 1
-            return
-        old = self._rolling_slots(lease) if snapshot.rolling else {}
-        before = lease.rolling
-        node = tree.node_ending(lease.node, snapshot.page)
-        kept = [g for g, slot in snapshot.slots.items() if put_slot(tree, node, DEVICE, g, slot)]
-        self.publisher.snapshot_is_real(node, kept)
-        self._skip_cut(lease, snapshot.page)
-        if snapshot.rolling:
-            lease.rolling = snapshot.page
-            if old and before != snapshot.page:
-                last = tree.node_ending(lease.node, before)
-                for g, slot in old.items():
-                    if not tree.pools[DEVICE][g].readers[slot]:
-                        tree.drop_slot(last, DEVICE, g)
-
-    def _skip_cut(self, lease: Lease, page: int) -> None:
-        """Nobody need wait for a snapshot at `page` any more."""
-        lease.cuts = tuple(cut for cut in lease.cuts if cut != page)
-        if not lease.cuts:
-            self.stop_making(lease)
-
-    def stop_making(self, lease: Lease) -> None:
-        if not lease.tokens:
-            return
-        key = lease.tokens[: self.tree.page_bytes]
-        makers = lease.root.makers.get(key)
-        if makers is not None and lease in makers:
-            makers.remove(lease)
-            if not makers:
-                del lease.root.makers[key]
-        lease.tokens, lease.cuts = b"", ()
-
-    def publish_state(self, lease: Lease, computed: int) -> None:
-        """A request ends: its working slots become a snapshot, if they stand exactly at a published page end."""
-        tree = self.tree
-        page, rest = divmod(computed, tree.page_size)
-        if rest or not page or lease.detached or lease.depth != page or lease.node.end != page or not lease.opened:
-            self.counts["states_dropped"] += 1
-            return
-        node = lease.node
-        kept = []
-        for g, slot in list(lease.working.items()):
-            ids = np.array([slot], np.int32)
-            tree.pools[DEVICE][g].move(ids, LEASE, FLIGHT)
-            del lease.working[g]
-            if put_slot(tree, node, DEVICE, g, slot):
-                kept.append(g)
-        self.counts["states_published"] += 1
-        self.publisher.snapshot_is_real(node, kept)

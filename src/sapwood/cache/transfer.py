@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from .announce import tell_stored
 from .flight import note_promises
 from .group import DEVICE, HOST
 from .lease import Holder, Lease
@@ -451,7 +452,7 @@ class Transfers:
     def _announce(self, node: Node, tier: int, columns: set[int]) -> None:
         if self.tree.announcing and columns:
             for low, high in runs(np.array(sorted(columns), np.int32)):
-                self.tree.tell_stored(node, tier, low, high)
+                tell_stored(self.tree, node, tier, low, high)
 
 
 def put_slot(tree: Tree, node: Node, tier: int, g: int, slot: int) -> bool:

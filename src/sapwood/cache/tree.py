@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from .events import MEDIUM, BlockRemoved, BlockStored, KVEvent
+from .announce import tell_removed
+from .events import KVEvent
 from .families import Family, family_class
 from .ghosts import Ghosts
 from .group import DEVICE, HOST, TIERS, CacheGroup
-from .hashes import ensure_hashes
 from .loose import LooseQueue
 from .namespace import Namespace
 from .node import Copy, Node, Root
@@ -312,7 +312,7 @@ class Tree:
         if n <= 0:
             return
         if self.announcing and self.told in self.closed:
-            self.tell_removed(node, tier, range(keep, copy.count))
+            tell_removed(self, node, tier, range(keep, copy.count))
         for g in self.closed:
             pages = copy.pages[g]
             self.pools[tier][g].release(as_ids(pages[4 * keep :]), TREE)
@@ -479,7 +479,7 @@ class Tree:
         if not len(at):
             return 0
         if self.announcing and g == self.told:
-            self.tell_removed(node, tier, at)
+            tell_removed(self, node, tier, at)
         pool = self.pools[tier][g]
         ids = pages[at]
         pages[at] = 0
@@ -494,7 +494,7 @@ class Tree:
         copy = self.copy_in(node, tier)
         slot, copy.pages[g] = copy.pages[g], 0
         if self.announcing and g == self.told:
-            self.tell_removed(node, tier, range(node.n - 1, node.n))
+            tell_removed(self, node, tier, range(node.n - 1, node.n))
         self.pools[tier][g].release(np.array([slot], np.int32), TREE)
         self.pools[tier][g].idle -= 1
         self.evicted[tier][g] += 1
@@ -507,49 +507,3 @@ class Tree:
             copy = self.copy_in(at, tier)
             if copy.pages[g]:
                 queue.add(at, copy)
-
-    # ---- hashes and events
-
-    def tell_stored(self, node: Node, tier: int, first: int, last: int) -> None:
-        """Announce the pages [first, last) of the path to `node`, all of them real in `tier` since just now."""
-        parts = self.cover(node, first, last)
-        parts.reverse()
-        digests: list[bytes] = []
-        tokens: list[bytes] = []
-        parent: bytes | None = None
-        for at, low, high in parts:
-            hashes = ensure_hashes(at, high, self.page_bytes)
-            if not digests:
-                parent = self._parent_digest(at, low)
-            digests.append(bytes(hashes[32 * low : 32 * high]))
-            tokens.append(bytes(memoryview(at.edge)[low * self.page_bytes : high * self.page_bytes]))
-        if digests:
-            self.events.append(
-                BlockStored(
-                    b"".join(digests), parent, b"".join(tokens), self.page_size, MEDIUM[tier], node.root.namespace
-                )
-            )
-
-    def hash_path(self, node: Node, first: int, last: int) -> None:
-        """Compute the hashes of the pages [first, last) of the path to `node`."""
-        for at, _, high in reversed(self.cover(node, first, last)):
-            ensure_hashes(at, high, self.page_bytes)
-
-    def _parent_digest(self, node: Node, low: int) -> bytes | None:
-        if low:
-            assert node.hashes is not None
-            return bytes(node.hashes[32 * (low - 1) : 32 * low])
-        parent = node.parent
-        assert parent is not None
-        if parent.parent is None:
-            return None
-        return bytes(ensure_hashes(parent, parent.n, self.page_bytes)[-32:])
-
-    def tell_removed(self, node: Node, tier: int, columns: range | Ids) -> None:
-        """Announce that pages of `node` (counted from its start) leave a tier, the deepest first."""
-        if not len(columns) or not node.root.hooked:
-            return
-        hashes = ensure_hashes(node, int(columns[-1]) + 1, self.page_bytes)
-        rows = np.frombuffer(bytes(hashes), np.uint8).reshape(-1, 32)
-        gone = rows[np.asarray(columns, np.int64)[::-1]].tobytes()
-        self.events.append(BlockRemoved(gone, MEDIUM[tier], node.root.namespace))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .announce import tell_removed
 from .flight import is_real, note_promises
 from .group import DEVICE
 from .lease import Lease
@@ -32,7 +33,7 @@ def unhook(tree: Tree, root: Root, silently: bool) -> None:
     for node in reversed(below):
         for t in tree.tiers:
             if tree.announcing and not silently:
-                tree.tell_removed(node, t, _announced(tree, node, t))
+                tell_removed(tree, node, t, _announced(tree, node, t))
             copy = tree.copy_in(node, t)
             if not copy.holds:
                 tree.shelves[t].evictable -= copy.count

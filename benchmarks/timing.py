@@ -1,0 +1,95 @@
+"""How time is taken: thread CPU time, garbage collection off, strictly alternating, medians, scaled to one machine.
+
+A figure without a peer is given in scaled us: as on a machine where the loop of `loop_seconds` takes 36 ms. The loop
+runs between the repeats of everything that is measured, so a machine that slows down half-way slows down both.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import NamedTuple
+
+clock = time.thread_time
+LOOP_SECONDS = 0.036  # of the machine all scaled figures speak of
+
+
+class Taken(NamedTuple):
+    """The medians of one thing measured: as it was, and scaled to the machine above."""
+
+    seconds: float
+    scaled: float
+
+    @property
+    def us(self) -> float:
+        return self.scaled * 1e6
+
+
+class Figure(NamedTuple):
+    """One line of the table. `bar` None: told for information only."""
+
+    what: str
+    measured: float
+    unit: str
+    bar: float | None
+    beside: str = ""  # the peer's figure, or what else belongs beside it
+
+    @property
+    def verdict(self) -> str:
+        if self.bar is None:
+            return ""
+        return "ok" if self.measured <= self.bar else "MISS"
+
+
+def loop_seconds() -> float:
+    """How long this machine takes to count to a million, now."""
+    x = 0
+    begin = clock()
+    for _ in range(1_000_000):
+        x += 1
+    return clock() - begin
+
+
+@contextmanager
+def no_gc() -> Iterator[None]:
+    was = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def alternate(repeats: int, **runs: Callable[[], float]) -> dict[str, Taken]:
+    """Run each of `runs` in turn, `repeats` times after one that does not count. Each returns the seconds it took."""
+    raw: dict[str, list[float]] = {name: [] for name in runs}
+    scaled: dict[str, list[float]] = {name: [] for name in runs}
+    with no_gc():
+        for run in runs.values():
+            run()
+        before = loop_seconds()
+        for _ in range(repeats):
+            taken = {name: run() for name, run in runs.items()}
+            after = loop_seconds()
+            for name, seconds in taken.items():
+                raw[name].append(seconds)
+                scaled[name].append(seconds * LOOP_SECONDS / ((before + after) / 2))
+            before = after
+    return {name: Taken(median(raw[name]), median(scaled[name])) for name in runs}
+
+
+def calls(n: int, call: Callable[[], object]) -> Callable[[], float]:
+    """A run for `alternate`: the seconds one of `n` calls takes."""
+
+    def run() -> float:
+        begin = clock()
+        for _ in range(n):
+            call()
+        return (clock() - begin) / n
+
+    return run

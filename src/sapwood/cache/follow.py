@@ -1,0 +1,164 @@
+"""How a running lease keeps up with the tree: sliding windows, adopting what is new, going back to what is left."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .flight import Flight, note_promises
+from .group import DEVICE
+from .lease import Holder, Lease
+from .match import Matcher
+from .node import Node
+from .path import Path
+from .pool import FLIGHT, LEASE
+from .tree import Tree
+
+
+class Follower:
+    def __init__(self, tree: Tree, matcher: Matcher) -> None:
+        self.tree = tree
+        self.matcher = matcher
+
+    def slide(self, lease: Lease, position: int) -> None:
+        """Give up the pages of groups that are not closed which no row from `position` on needs."""
+        tree = self.tree
+        for g in tree.loose:
+            spans, lease.low[g] = tree.families[g].slid(lease.low[g], position)
+            for low, high in spans:
+                self._give_up(lease, g, low, high)
+
+    def _give_up(self, lease: Lease, g: int, low: int, high: int) -> None:
+        tree = self.tree
+        pool = tree.pools[DEVICE][g]
+        table = np.frombuffer(lease.tables[g], np.int32)
+        split = min(max(lease.upto[g], low), high)
+        mine = [lease.own.pop((g, c)) for c in range(low, split) if (g, c) in lease.own] if lease.own else []
+        shared, private = table[low:split].copy(), table[split:high].copy()
+        table[low:high] = 0
+        del table
+        if mine:
+            shared = shared[~np.isin(shared, mine)]
+            private = np.append(private, np.array(mine, np.int32))
+        shared = shared[shared != 0]
+        if len(shared):
+            pool.unread(shared)
+            if not lease.detached:
+                tree.requeue(lease.node, DEVICE, g, low, split)
+        pool.release(private[private != 0], LEASE)
+
+    def refit(self, lease: Lease, path: Path, boundary: int, depth: int, length: int, held: Flight | None) -> None:
+        """Let a lease go on from `boundary` of its own path (all of it on the device), following closed pages to
+        `depth`. Its private pages are given back, after `held` if that still runs: nothing in them is needed."""
+        tree = self.tree
+        if held is not None:
+            reading = {(DEVICE, g): lease.adopted(g)[1] for g in tree.loose}
+            held.holders.append(Holder(tree, lease.node, (DEVICE,), (0, lease.depth), reading))
+        node = lease.root.top
+        if depth:
+            last = next(n for n in reversed(path.nodes) if n.start < depth)
+            node = last if last.end == depth else tree.split(last, depth - last.start)
+        if lease.source is not None:
+            lease.source.let_go(tree)
+            lease.source, lease.copied = None, 0
+        tree.pin(node, DEVICE)
+        private = {g: lease.private(g) for g in tree.closed + tree.loose}
+        for g in tree.closed:
+            lease.upto[g] = depth
+        for g in tree.loose:
+            self._reread(lease, node, g, boundary, length)
+        for g, ids in private.items():
+            if held is None:
+                tree.pools[DEVICE][g].release(ids, LEASE)
+            else:
+                tree.pools[DEVICE][g].move(ids, LEASE, FLIGHT)
+                held.freed.append((g, ids))
+        lease.own.clear()
+        tree.unpin(lease.node, DEVICE)
+        lease.node, lease.depth, lease.boundary = node, depth, boundary
+        nodes = tree.path_to(node).nodes
+        for g in tree.closed:
+            lease.tables[g] = bytearray().join([at.device.pages[g] for at in nodes])
+        lease.start = min(boundary * tree.page_size, length - 1)
+        self.reseed(lease, boundary)
+        note_promises(lease)
+
+    def _reread(self, lease: Lease, node: Node, g: int, boundary: int, length: int) -> None:
+        tree = self.tree
+        pool = tree.pools[DEVICE][g]
+        columns, before = lease.adopted(g)
+        spans = tree.families[g].columns(boundary, length)
+        table = np.zeros(boundary, np.int32)
+        for low, high in spans:
+            for at, first, last in tree.cover(node, low, high):
+                there = np.frombuffer(bytes(at.device.pages[g]), np.int32)[first:last]
+                table[at.start + first : at.start + last] = there
+                at.device.used = tree.now
+        pool.read(table[table != 0])
+        if len(before):
+            pool.unread(before)
+            tree.requeue(lease.node, DEVICE, g, int(columns[0]), int(columns[-1]) + 1)
+        lease.tables[g] = bytearray(table.tobytes())
+        lease.upto[g] = boundary
+        lease.low[g] = spans[0][0] if spans else boundary
+
+    def reseed(self, lease: Lease, boundary: int) -> None:
+        """Start the lease's state afresh from the snapshot at `boundary` (0: the zero state)."""
+        tree = self.tree
+        if not tree.slots:
+            return
+        old = lease.seed
+        lease.seed = {}
+        lease.opened = False
+        lease.seed_node = tree.node_ending(lease.node, boundary) if boundary else None
+        for g in tree.slots:
+            pool = tree.pools[DEVICE][g]
+            if lease.seed_node is not None:
+                slot = lease.seed_node.device.pages[g]
+                lease.seed[g] = slot
+                pool.read(np.array([slot], np.int32))
+                lease.seed_node.device.used = tree.now
+        self.unseed(old, lease)
+
+    def unseed(self, seeds: dict[int, int], lease: Lease) -> None:
+        tree = self.tree
+        for g, slot in seeds.items():
+            tree.pools[DEVICE][g].unread(np.array([slot], np.int32))
+            if not lease.detached:
+                tree.requeue(lease.node, DEVICE, g, 0, lease.depth)
+
+    def adopt(self, lease: Lease, tokens: bytes, position: int) -> int:
+        """Before the next chunk at `position`: take over what others have published since. Returns the new position."""
+        tree = self.tree
+        if lease.detached or not lease.root.hooked:
+            return position
+        path = tree.walk(lease.root, tokens)
+        path.tier = DEVICE
+        boundary, _ = self.matcher.boundary(path, lease.length)
+        depth = path.device_closed(path.depth) if tree.closed else path.depth
+        if min(boundary * tree.page_size, lease.length - 1) > position:
+            self.refit(lease, path, boundary, max(depth, boundary), lease.length, None)
+            return lease.start
+        if tree.closed and depth > lease.depth:
+            self._follow(lease, path, depth)
+        return position
+
+    def _follow(self, lease: Lease, path: Path, depth: int) -> None:
+        """Closed groups go further than the lease follows: give back its unwritten pages and follow."""
+        tree = self.tree
+        last = next(n for n in reversed(path.nodes) if n.start < depth)
+        node = last if last.end == depth else tree.split(last, depth - last.start)
+        tree.pin(node, DEVICE)
+        tree.unpin(lease.node, DEVICE)
+        nodes = tree.path_to(node).nodes
+        for g in tree.closed:
+            pool = tree.pools[DEVICE][g]
+            table = lease.table(g)
+            spare = table[lease.upto[g] : depth]
+            pool.release(spare[spare != 0], LEASE)
+            lease.tables[g] = bytearray().join([*(at.device.pages[g] for at in nodes), table[depth:].tobytes()])
+            for (group, column), page in lease.own.items():
+                if group == g:
+                    lease.tables[g][4 * column : 4 * column + 4] = page.to_bytes(4, "little")
+            lease.upto[g] = depth
+        lease.node, lease.depth = node, depth
+        note_promises(lease)

@@ -1,0 +1,188 @@
+"""What the cache could serve a prompt: the deepest boundary all families agree on, and why it is not deeper."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from .flight import is_real
+from .ghosts import crc_at
+from .group import DEVICE, HOST
+from .lease import Binding, Match, Sibling
+from .node import Node, Root
+from .path import Path, agree
+from .tree import Tree
+
+_SIBLINGS = 4  # how many of the most recent siblings a copy on write looks at
+
+
+class Matcher:
+    def __init__(self, tree: Tree) -> None:
+        self.tree = tree
+        self.can_copy = not tree.slots
+
+    def match(self, binding: Binding, tokens: bytes, length: int, tier: int) -> Match:
+        tree = self.tree
+        root = binding._root
+        if not root.hooked:
+            return self.nothing(binding, tokens, length, "empty")
+        path = tree.walk(root, tokens)
+        path.tier = min(tier, path.tier)
+        boundary, limiter = self.boundary(path, length)
+        size = tree.page_size
+        start = min(boundary * size, length - 1)
+        on_device = path.device_closed(path.depth) if tree.closed else path.depth
+        sibling = None
+        if self.can_copy and boundary == path.depth and on_device >= boundary and start == boundary * size:
+            sibling = self._sibling(path, tokens, length)
+        depth = path.deepest_closed(path.depth) if tree.closed else path.depth
+        cached = start + (sibling.tokens if sibling else 0)
+        pending = self._pending(root, tokens, length, boundary) if tree.slots else 0
+        reason = self.reason(path, boundary, limiter, length)
+        load = tree.has_host and path.tier > 0 and self._touches_host(path, boundary, on_device, length)
+        return Match(
+            boundary,
+            start + (sibling.tokens if sibling else 0),
+            cached,
+            depth,
+            self._cuts(boundary, depth, length),
+            pending,
+            load,
+            length,
+            reason,
+            binding,
+            tokens,
+            path,
+            sibling,
+            tree.version,
+        )
+
+    def nothing(self, binding: Binding, tokens: bytes, length: int, reason: str) -> Match:
+        """A match that adopts nothing."""
+        tree = self.tree
+        return Match(
+            0,
+            0,
+            0,
+            0,
+            self._cuts(0, 0, length),
+            0,
+            False,
+            length,
+            reason,
+            binding,
+            tokens,
+            Path(tree, binding._root, [], 0),
+            None,
+            tree.version,
+        )
+
+    def boundary(self, path: Path, length: int) -> tuple[int, int]:
+        """The deepest boundary every family can serve, and the group that last lowered it (-1: the tree's tokens)."""
+        boundary, limiter = path.depth, -1
+        families = self.tree.families
+        if len(families) == 1:
+            lower = families[0].deepest(path, boundary, length)
+            return lower, -1 if lower == boundary else 0
+        settled = 0
+        while settled < len(families):
+            for g, family in enumerate(families):
+                lower = family.deepest(path, boundary, length)
+                if lower < boundary:
+                    boundary, limiter, settled = lower, g, 1
+                else:
+                    settled += 1
+                if settled >= len(families) or not boundary:
+                    return boundary, limiter
+        return boundary, limiter
+
+    def _cuts(self, boundary: int, depth: int, length: int) -> tuple[int, ...]:
+        """Where a prompt's chunks end so that a snapshot can be taken: where others branched, and its last page end."""
+        if not self.tree.slots:
+            return ()
+        last = (length - 1) // self.tree.page_size
+        return tuple(sorted({cut for cut in (depth, last) if boundary < cut <= last}))
+
+    def _pending(self, root: Root, tokens: bytes, length: int, boundary: int) -> int:
+        """A deeper boundary than ours at which a running request will leave a snapshot."""
+        tree = self.tree
+        last = (length - 1) // tree.page_size
+        deepest = 0
+        for maker in root.makers.get(tokens[: tree.page_bytes], ()):
+            for cut in maker.cuts:
+                if max(boundary, deepest) < cut <= last and tokens.startswith(
+                    memoryview(maker.tokens)[: cut * tree.page_bytes]
+                ):
+                    deepest = cut
+        return deepest
+
+    def _sibling(self, path: Path, tokens: bytes, length: int) -> Sibling | None:
+        """The real page beside the end of the path that shares most tokens with the prompt."""
+        tree = self.tree
+        offset = path.depth * tree.page_bytes
+        most = min(tree.page_size, length - 1 - path.depth * tree.page_size)
+        if most < 1:
+            return None
+        last = path.nodes[-1] if path.nodes else path.root.top
+        if path.nodes and last.end > path.depth:
+            candidates = [(last, path.depth - last.start)]
+        else:
+            candidates = [(child, 0) for child in islice(reversed(last.children.values()), _SIBLINGS)]
+        best: Sibling | None = None
+        for node, at in candidates:
+            page = node.edge[at * tree.page_bytes : (at + 1) * tree.page_bytes]
+            same = min(agree(page, tokens, offset, 4), most)
+            if same > (best.tokens if best else 0) and self._copyable(node, at):
+                best = Sibling(node, node.start + at, same)
+        return best
+
+    def _copyable(self, node: Node, at: int) -> bool:
+        tree = self.tree
+        if tree.closed and not node.device.count:
+            return False
+        for g in tree.loose:
+            pages = node.device.pages[g]
+            if pages is None or not any(pages[4 * at : 4 * at + 4]):
+                return False
+        return all(is_real(tree, node, g, node.start + at) for g in range(len(tree.groups)))
+
+    def _touches_host(self, path: Path, boundary: int, on_device: int, length: int) -> bool:
+        tree = self.tree
+        if tree.closed and on_device < boundary:
+            return True
+        path.tier = DEVICE
+        served, _ = self.boundary(path, length)
+        path.tier = HOST
+        return served < boundary
+
+    def reason(self, path: Path, boundary: int, limiter: int, length: int) -> str:
+        tree = self.tree
+        most = self.most_pages(length)
+        if not most:
+            return "short"
+        if boundary >= most:
+            return "hit"
+        if limiter >= 0 and boundary < min(path.depth, most):
+            return "no_snapshot" if tree.families[limiter].shape == "slot" else "window_gone"
+        last = path.nodes[-1] if path.nodes else path.root.top
+        if not path.nodes and not last.children:
+            return "empty"
+        return "diverged" if last.children or last.end > path.depth else "hit"
+
+    def most_pages(self, length: int) -> int:
+        """How many pages of a prompt of `length` tokens could be served at best."""
+        return (length - 1) // self.tree.page_size if self.tree.slots else length // self.tree.page_size
+
+    def refine(self, match: Match) -> str:
+        """The reason of a match, with the ghosts asked."""
+        tree = self.tree
+        reason = match.reason
+        if reason in ("diverged", "empty", "hit") and len(tree.ghosts):
+            path = match.path
+            at = path.depth * tree.page_bytes
+            page = match.tokens[at : at + tree.page_bytes]
+            if len(page) == tree.page_bytes:
+                last = path.nodes[-1] if path.nodes else path.root.top
+                crc = crc_at(last, path.depth - last.start, tree.page_bytes)
+                if tree.ghosts.since(path.root.digest, path.depth, crc, page) is not None:
+                    return "evicted"
+        return reason

@@ -1,0 +1,151 @@
+"""Snapshots of recurrent state: what a row copies before it starts, and the checkpoints it leaves behind.
+
+A working slot is never shared. A checkpoint is a copy into a new slot, promised until its step is done; the one before
+it goes only then.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .flight import Flight, Snapshot
+from .follow import Follower
+from .group import DEVICE
+from .lease import Holder, Lease, PageCopy
+from .pool import FLIGHT, LEASE
+from .publish import Publisher
+from .room import Room
+from .transfer import put_slot
+from .tree import Tree
+
+
+class Snapshots:
+    def __init__(self, tree: Tree, room: Room, follower: Follower, publisher: Publisher) -> None:
+        self.tree = tree
+        self.room = room
+        self.follower = follower
+        self.publisher = publisher
+        self.counts = {
+            "checkpoints": 0,
+            "checkpoints_skipped": 0,
+            "snapshots_lost": 0,
+            "states_published": 0,
+            "states_dropped": 0,
+        }
+
+    def opening(self, lease: Lease, flight: Flight) -> list[PageCopy]:
+        """The copies that must run before the lease's next batch. Their sources are held until the step is done."""
+        tree = self.tree
+        if lease.opened:
+            return []
+        lease.opened = True
+        copies = [
+            PageCopy(tree.groups[g].name, lease.seed.get(g, 0), lease.working[g], tree.page_size, "before")
+            for g in tree.slots
+        ]
+        if lease.seed:
+            ids = {(DEVICE, g): np.array([slot], np.int32) for g, slot in lease.seed.items()}
+            if not lease.detached:
+                node = lease.seed_node
+                assert node is not None
+                flight.holders.append(Holder(tree, node, (DEVICE,), (node.end - 1, node.end), ids))
+                self.follower.unseed(lease.seed, lease)
+                lease.seed = {}
+        if lease.source is not None:
+            for (_, g), page in lease.source.pages.items():
+                if lease.upto[g] > lease.boundary:
+                    continue  # the tree has this page by now
+                target = int(lease.table(g)[lease.boundary])
+                copies.append(PageCopy(tree.groups[g].name, int(page[0]), target, lease.copied, "before"))
+            flight.holders.append(lease.source)
+            lease.source, lease.copied_at = None, flight.step
+        return copies
+
+    def checkpoint(self, lease: Lease, page: int, flight: Flight, rolling: bool) -> list[PageCopy]:
+        """Copy the working slots, which will stand at the end of `page` pages after the step, into new slots."""
+        tree, room = self.tree, self.room
+        if not tree.slots or lease.detached or not lease.writes:
+            return []
+        need = dict.fromkeys(tree.slots, 1)
+        old = self._rolling_slots(lease)
+        for g, slot in old.items():  # never evict the last checkpoint to make the next: that one may fail
+            tree.pools[DEVICE][g].read(np.array([slot], np.int32))
+        fits = room.can_make(DEVICE, need)
+        if fits:
+            room.make(DEVICE, need)
+        self.follower.unseed(old, lease)
+        if not fits:
+            self.counts["checkpoints_skipped"] += 1
+            self._skip_cut(lease, page)
+            return []
+        slots = {g: int(tree.pools[DEVICE][g].allocate(1, FLIGHT)[0]) for g in tree.slots}
+        flight.snapshots.append(Snapshot(lease, page, slots, rolling))
+        self.counts["checkpoints"] += 1
+        return [
+            PageCopy(tree.groups[g].name, lease.working[g], slot, tree.page_size, "after") for g, slot in slots.items()
+        ]
+
+    def _rolling_slots(self, lease: Lease) -> dict[int, int]:
+        if not lease.rolling or lease.rolling > lease.depth:
+            return {}
+        for node, _, last in self.tree.cover(lease.node, lease.rolling - 1, lease.rolling):
+            if last == node.n:
+                return {g: node.device.pages[g] for g in self.tree.slots if node.device.pages[g]}
+        return {}
+
+    def land(self, snapshot: Snapshot) -> None:
+        """The step is done: its checkpoint is real, if the pages below it were published."""
+        tree, lease = self.tree, snapshot.lease
+        if lease.detached or lease.depth < snapshot.page or lease not in lease.root.holders:
+            for g, slot in snapshot.slots.items():
+                tree.pools[DEVICE][g].release(np.array([slot], np.int32), FLIGHT)
+            self.counts["snapshots_lost"] += 1
+            return
+        old = self._rolling_slots(lease) if snapshot.rolling else {}
+        before = lease.rolling
+        node = tree.node_ending(lease.node, snapshot.page)
+        kept = [g for g, slot in snapshot.slots.items() if put_slot(tree, node, DEVICE, g, slot)]
+        self.publisher.snapshot_is_real(node, kept)
+        self._skip_cut(lease, snapshot.page)
+        if snapshot.rolling:
+            lease.rolling = snapshot.page
+            if old and before != snapshot.page:
+                last = tree.node_ending(lease.node, before)
+                for g, slot in old.items():
+                    if not tree.pools[DEVICE][g].readers[slot]:
+                        tree.drop_slot(last, DEVICE, g)
+
+    def _skip_cut(self, lease: Lease, page: int) -> None:
+        """Nobody need wait for a snapshot at `page` any more."""
+        lease.cuts = tuple(cut for cut in lease.cuts if cut != page)
+        if not lease.cuts:
+            self.stop_making(lease)
+
+    def stop_making(self, lease: Lease) -> None:
+        if not lease.tokens:
+            return
+        key = lease.tokens[: self.tree.page_bytes]
+        makers = lease.root.makers.get(key)
+        if makers is not None and lease in makers:
+            makers.remove(lease)
+            if not makers:
+                del lease.root.makers[key]
+        lease.tokens, lease.cuts = b"", ()
+
+    def publish_state(self, lease: Lease, computed: int) -> None:
+        """A request ends: its working slots become a snapshot, if they stand exactly at a published page end."""
+        tree = self.tree
+        page, rest = divmod(computed, tree.page_size)
+        if rest or not page or lease.detached or lease.depth != page or lease.node.end != page or not lease.opened:
+            self.counts["states_dropped"] += 1
+            return
+        node = lease.node
+        kept = []
+        for g, slot in list(lease.working.items()):
+            ids = np.array([slot], np.int32)
+            tree.pools[DEVICE][g].move(ids, LEASE, FLIGHT)
+            del lease.working[g]
+            if put_slot(tree, node, DEVICE, g, slot):
+                kept.append(g)
+        self.counts["states_published"] += 1
+        self.publisher.snapshot_is_real(node, kept)
