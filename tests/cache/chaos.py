@@ -28,6 +28,7 @@ LAYOUTS = {
         window(1, 4 * d, 4 * h, "narrow"),
         state(2 * d, 2 * h),
     ),
+    "no host state": lambda d, h: (full(6 * d, 5 * h), state(2 * d)),
     "backwards": lambda d, h: (state(2 * d, 2 * h), window(9, 6 * d, 4 * h), full(6 * d, 5 * h)),
 }
 

@@ -88,7 +88,12 @@ class CacheMachine(RuleBasedStateMachine):
         if sure:
             self.chaos.flush()
 
-    @rule(body=st.sampled_from(range(len(BODIES))), length=st.integers(1, 30), space=st.integers(0, 2), admin=st.booleans())
+    @rule(
+        body=st.sampled_from(range(len(BODIES))),
+        length=st.integers(1, 30),
+        space=st.integers(0, 2),
+        admin=st.booleans(),
+    )
     def explain(self, body: int, length: int, space: int, admin: bool) -> None:
         self.chaos.explain(BODIES[body][:length], space, admin)
 
@@ -167,7 +172,10 @@ def test_unlimited_pool_hits_exactly_what_was_computed(layout: str) -> None:
         known = [r.tokens for r in engine.requests.values()]
         head = rng.choice(known)[: rng.randint(0, 30)] if known else []
         tokens = head + [rng.randint(0, 2) for _ in range(rng.randint(1, 12))]
-        best = min(len(tokens) - 1, max((common(tokens, r.tokens[: r.real // 4 * 4]) for r in engine.requests.values()), default=0))
+        best = min(
+            len(tokens) - 1,
+            max((common(tokens, r.tokens[: r.real // 4 * 4]) for r in engine.requests.values()), default=0),
+        )
         request = engine.run(f"t{turn}", tokens, rng.randint(1, 6))
         whole = best // 4 * 4
         assert whole <= request.cached <= best, (turn, request.cached, best)

@@ -202,7 +202,8 @@ class _Check:
                 unhooked = kept == UNHOOKED
                 assert not (unhooked & (seen != FREE)).any(), f"{pool.name}: an unhooked page is owned by somebody else"
                 assert not (unhooked & (readers == 0)).any(), f"{pool.name}: an unhooked page has no reader"
-                wrong = ((kept != seen) & ~unhooked).nonzero()[0]
+                assert kept[0] == 255, f"{pool.name}: somebody owns the null page"
+                wrong = ((kept != seen) & ~unhooked)[1:].nonzero()[0] + 1
                 assert not len(wrong), (
                     f"{pool.name}: page {int(wrong[0])} is kept as owner {int(kept[wrong[0]])}, "
                     f"is really with {int(seen[wrong[0]])}"

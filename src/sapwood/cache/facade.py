@@ -25,7 +25,7 @@ from .hashes import chain
 from .lease import Binding, Lease, Match, PageCopy
 from .match import Matcher
 from .namespace import Namespace
-from .pool import LEASE, OWNERS, Ids
+from .pool import LEASE, OWNERS, Ids, PagePool
 from .publish import Publisher, Span
 from .room import Room
 from .snapshots import Snapshots
@@ -35,6 +35,7 @@ from .transfer import Landed, Operation, Transfers
 from .tree import Tree
 from .unhook import unhook
 
+_NO_POOL = PagePool("nothing", 0)
 Tokens = bytes | bytearray | memoryview | npt.NDArray[Any] | Sequence[int]
 
 
@@ -81,7 +82,6 @@ class HybridPrefixCache:
             "copies": 0,
         }
         self._reasons: dict[str, int] = {}
-        self._off = Namespace(salt="sapwood: the prefix cache is off")
 
     # ---- namespaces
 
@@ -328,19 +328,19 @@ class HybridPrefixCache:
         """Everything a dashboard draws: pages by group, tier and owner; hits, reasons, evictions, transfers."""
         tree = self._tree
         pages: dict[str, dict[str, dict[str, int]]] = {}
+        used: dict[str, dict[str, int]] = {}
         evicted: dict[str, dict[str, int]] = {}
         for g, group in enumerate(self.groups):
-            pages[group.name], evicted[group.name] = {}, {}
-            for t in range(len(TIERS)):
-                if t not in tree.tiers:
-                    pages[group.name][TIERS[t]] = dict.fromkeys(("capacity", "free", *OWNERS, "bytes"), 0)
-                    continue
-                pool = tree.pools[t][g]
+            pages[group.name], used[group.name], evicted[group.name] = {}, {}, {}
+            for t, tier in enumerate(TIERS):
+                pool = tree.pools[t][g] if t in tree.tiers else _NO_POOL
                 owners = dict(zip(("free", *OWNERS), pool.counts, strict=True))
-                pages[group.name][TIERS[t]] = {"capacity": pool.capacity, **owners, "bytes": pool.used_bytes}
-                evicted[group.name][TIERS[t]] = tree.evicted[t][g]
+                pages[group.name][tier] = {"capacity": pool.capacity, **owners}
+                used[group.name][tier] = pool.used_bytes
+                evicted[group.name][tier] = tree.evicted[t][g] if t in tree.tiers else 0
         return {
             "pages": pages,
+            "bytes": used,
             "evicted": evicted,
             **self._tally,
             "reasons": dict(self._reasons),

@@ -59,16 +59,8 @@ def validate_groups(page_size: int, groups: tuple[CacheGroup, ...]) -> None:
             raise ValueError(f"groups must have different names, got {group.name!r} twice")
         seen.add(group.name)
         least = family_class(group.family).least_pages(group, page_size)
-        for field in ("device_pages", "host_pages"):
-            pages = getattr(group, field)
-            if field == "device_pages" and pages < least:
-                raise ValueError(
-                    f"{field} of group {group.name!r} must be at least {least} "
-                    f"for one request (family {group.family!r}, page_size {page_size}), got {pages}"
-                )
-    if any(g.host_pages for g in groups) and not all(g.host_pages for g in groups):
-        missing = next(g.name for g in groups if not g.host_pages)
-        raise ValueError(
-            f"host_pages must be set for every group or for none: group {missing!r} has 0, "
-            "and a prefix can be served from host only if every group has it there"
-        )
+        if group.device_pages < least:
+            raise ValueError(
+                f"device_pages of group {group.name!r} must be at least {least} "
+                f"for one request (family {group.family!r}, page_size {page_size}), got {group.device_pages}"
+            )

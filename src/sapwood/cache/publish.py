@@ -121,7 +121,7 @@ class Publisher:
                 pool = tree.pools[DEVICE][g]
                 pool.move(ids, LEASE, TREE)
                 if g in loose:
-                    pool.readers[ids] += 1
+                    pool.add_readers(ids)
         return fallen
 
     def _row_is_real(self, node: Node, depth: int) -> None:
@@ -297,7 +297,7 @@ class Publisher:
         if len(filled):
             pool = tree.pools[DEVICE][g]
             pool.move(filled, LEASE, TREE)
-            pool.readers[filled] += 1
+            pool.add_readers(filled)
             fills.append(Fill(g, np.concatenate(columns[::-1]), filled))
 
     # ---- duplicates

@@ -114,6 +114,8 @@ class Transfers:
         for node, low, high in reversed(tree.cover(span.node, span.first, min(span.last, span.node.end))):
             assert node.host is not None
             for g in range(len(tree.groups)):
+                if not tree.pools[HOST][g].capacity:
+                    continue
                 if g in tree.slots:
                     slot = node.device.pages[g]
                     if slot and high == node.n and not node.host.pages[g] and not self.saving[g][slot]:
