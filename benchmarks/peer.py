@@ -1,4 +1,4 @@
-"""The yardstick: tokenspeed-scheduler 0.1.0, a whole scheduler with a radix tree in C++. A thin wrapper, and no more."""
+"""The yardstick: tokenspeed-scheduler 0.1.0, a whole scheduler with a radix tree in C++. A thin wrapper."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def request(name: str, tokens: list[int]) -> Any:
 
 
 def read(plan: Any) -> tuple[list[str], list[int], list[int], int]:
-    """Read what a runner must have: ids, lengths, cached prefixes, tokens, new pages; and how many rows are prefills."""
+    """Read what a runner must have: ids, lengths, cached prefixes, and how many rows are prefills; tokens and pages."""
     ids: list[str] = []
     lengths: list[int] = []
     prefixes: list[int] = []

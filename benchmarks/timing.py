@@ -18,14 +18,19 @@ LOOP_SECONDS = 0.036  # of the machine all scaled figures speak of
 
 
 class Taken(NamedTuple):
-    """The medians of one thing measured: as it was, and scaled to the machine above."""
+    """One thing measured: the medians of what it took, as it was and scaled to the machine above; and every repeat."""
 
     seconds: float
     scaled: float
+    each: list[float]
 
     @property
     def us(self) -> float:
         return self.scaled * 1e6
+
+    def over(self, other: Taken) -> float:
+        """The ratio to what ran beside it: the median of the ratios of the repeats, which were neighbours in time."""
+        return median(mine / theirs for mine, theirs in zip(self.each, other.each, strict=True))
 
 
 class Figure(NamedTuple):
@@ -49,7 +54,7 @@ def loop_seconds() -> float:
     x = 0
     begin = clock()
     for _ in range(1_000_000):
-        x += 1
+        x += 1  # noqa: SIM113
     return clock() - begin
 
 
@@ -80,7 +85,7 @@ def alternate(repeats: int, **runs: Callable[[], float]) -> dict[str, Taken]:
                 raw[name].append(seconds)
                 scaled[name].append(seconds * LOOP_SECONDS / ((before + after) / 2))
             before = after
-    return {name: Taken(median(raw[name]), median(scaled[name])) for name in runs}
+    return {name: Taken(median(raw[name]), median(scaled[name]), raw[name]) for name in runs}
 
 
 def calls(n: int, call: Callable[[], object]) -> Callable[[], float]:

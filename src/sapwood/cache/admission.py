@@ -21,13 +21,12 @@ class Wish(NamedTuple):
     """What an admission will read and take, found without changing anything."""
 
     depth: int  # the anchor
-    reads: dict[int, list[tuple[int, int]]]  # groups that are not closed: columns to read
-    upto: dict[int, int]  # groups that are not closed: columns the tree has
+    spans: dict[int, list[tuple[int, int]]]  # groups that are not closed: columns to read
+    tables: dict[int, bytearray]  # and the device pages there, as far as the tree has them
     load: dict[int, tuple[Ids, Ids]]  # columns and host pages to bring
     joined: list[Transfer]
     seeds: dict[int, int]  # snapshots on the device
     need: dict[int, int]  # device pages to take
-    less: dict[int, int]  # device pages it reads that eviction could have taken
 
 
 class Desk:
@@ -41,51 +40,56 @@ class Desk:
     def wish(self, match: Match, upto: int) -> Wish:
         """What it takes to admit `match` and give it pages up to token `upto`."""
         tree = self.tree
-        path, boundary, size = match.path, match.boundary, tree.page_size
+        path, boundary = match.path, match.boundary
         depth = path.device_closed(path.depth) if tree.closed else path.depth
         load: dict[int, tuple[Ids, Ids]] = {}
         joined: list[Transfer] = []
         seeds: dict[int, int] = {}
-        reads: dict[int, list[tuple[int, int]]] = {}
-        ends: dict[int, int] = {}
-        if match.load:
-            if tree.closed and depth < boundary:
-                self._load_closed(path, depth, boundary, load, joined)
-            depth = max(depth, boundary)
-            upto = 0
-        columns = -(-upto // size)
-        need: dict[int, int] = {}
-        less: dict[int, int] = {}
-        if tree.closed:
-            pinned = self._would_pin(path, depth)
-            for g in tree.closed:
-                need[g] = max(0, columns - depth) + (len(load[g][0]) if g in load else 0)
-                less[g] = pinned
+        spans: dict[int, list[tuple[int, int]]] = {}
+        tables: dict[int, bytearray] = {}
+        if depth < boundary:
+            self._load_closed(path, depth, boundary, load, joined)
+            depth = boundary
         for g in tree.loose:
-            spans = tree.families[g].columns(boundary, match.length)
-            end = boundary
-            if not match.load and depth > boundary:
-                end = self._run(path, g, boundary, depth)
-                if end > boundary:
-                    spans = [*spans, (boundary, end)]
-            reads[g], ends[g] = spans, end
-            there = self._see(path, g, spans, load, joined)
-            pool = tree.pools[DEVICE][g]
-            less[g] = int(np.count_nonzero(pool.readers[there] == 0))
-            need[g] = max(0, columns - end) + (len(load[g][0]) if g in load else 0)
-        for g in tree.slots:
-            need[g], less[g] = 1, 0
-            if boundary:
-                node = next(node for node in path.nodes if node.end == boundary)
-                slot = node.device.pages[g]
-                if slot:
-                    seeds[g] = slot
-                    less[g] = int(tree.pools[DEVICE][g].readers[slot] == 0)
+            spans[g] = tree.families[g].columns(boundary, match.length)
+            tables[g] = path.device_pages(g, spans[g], boundary)
+            if tree.has_host:
+                self._load_holes(path, g, spans[g], tables[g], load, joined)
+        if tree.slots and boundary:
+            node = path.ending(boundary)
+            for g in tree.slots:
+                if node.device.pages[g]:
+                    seeds[g] = node.device.pages[g]
                 else:
                     assert node.host is not None
                     self._load_one(g, boundary - 1, node.host.pages[g], load, joined)
-                    need[g] += 1 if g in load else 0
-        return Wish(depth, reads, ends, load, joined, seeds, need, less)
+        columns = 0 if load or joined else -(-upto // tree.page_size)
+        need = {g: max(0, columns - depth) for g in tree.closed}
+        for g in tree.loose:
+            if columns and depth > boundary:
+                end = path.device_run(g, boundary, depth)
+                if end > boundary:
+                    spans[g] = [*spans[g], (boundary, end)]
+                    tables[g] = path.device_pages(g, spans[g], end)
+            need[g] = max(0, columns - len(tables[g]) // 4)
+        for g in tree.slots:
+            need[g] = 1
+        for g, (wanted, _) in load.items():
+            need[g] += len(wanted)
+        return Wish(depth, spans, tables, load, joined, seeds, need)
+
+    def _less(self, match: Match, wish: Wish) -> dict[int, int]:
+        """By group: device pages that eviction could have taken, and that this admission is going to read."""
+        tree = self.tree
+        pinned = self._would_pin(match.path, wish.depth)
+        less = dict.fromkeys(tree.closed, pinned)
+        for g in tree.loose:
+            ids = np.frombuffer(wish.tables[g], np.int32)
+            readers = tree.pools[DEVICE][g].readers
+            less[g] = int(np.count_nonzero((ids != 0) & (readers[ids] == 0)))
+        for g in tree.slots:
+            less[g] = int(g in wish.seeds and tree.pools[DEVICE][g].readers[wish.seeds[g]] == 0)
+        return less
 
     def _load_closed(
         self, path: Path, first: int, last: int, load: dict[int, tuple[Ids, Ids]], joined: list[Transfer]
@@ -118,44 +122,22 @@ class Desk:
         columns, ids = load.get(g, (np.zeros(0, np.int32), np.zeros(0, np.int32)))
         load[g] = (np.append(columns, np.int32(column)), np.append(ids, np.int32(page)))
 
-    def _see(
-        self, path: Path, g: int, spans: list[tuple[int, int]], load: dict[int, tuple[Ids, Ids]], joined: list[Transfer]
-    ) -> Ids:
-        """The device pages of `g` in `spans`; where there is only a host page, it is put down for loading."""
-        found: list[Ids] = []
+    def _load_holes(
+        self,
+        path: Path,
+        g: int,
+        spans: list[tuple[int, int]],
+        table: bytearray,
+        load: dict[int, tuple[Ids, Ids]],
+        joined: list[Transfer],
+    ) -> None:
+        """Where the device has nothing in `spans`, host has: put that down for loading."""
+        ids = np.frombuffer(bytes(table), np.int32)
         for low, high in spans:
-            for node in path.nodes:
-                if node.end <= low or node.start >= high:
-                    continue
-                first, last = max(low - node.start, 0), min(high - node.start, node.n)
-                pages = node.device.pages[g]
-                here = (
-                    np.frombuffer(bytes(pages), np.int32)[first:last]
-                    if pages is not None
-                    else np.zeros(last - first, np.int32)
-                )
-                found.append(here[here != 0])
-                for at in (here == 0).nonzero()[0].tolist():
-                    host = node.host.pages[g] if node.host is not None else None
-                    page = int.from_bytes(host[4 * (first + at) : 4 * (first + at) + 4], "little") if host else 0
-                    assert page, "a boundary was offered that cannot be served"
-                    self._load_one(g, node.start + first + at, page, load, joined)
-        return np.concatenate(found) if found else np.zeros(0, np.int32)
-
-    @staticmethod
-    def _run(path: Path, g: int, low: int, high: int) -> int:
-        """How far the device has every page of `g` from `low` on, at most to `high`."""
-        for node in path.nodes:
-            if node.end <= low or node.start >= high:
-                continue
-            first, last = max(low - node.start, 0), min(high - node.start, node.n)
-            pages = node.device.pages[g]
-            if pages is None:
-                return node.start + first
-            hole = (np.frombuffer(bytes(pages), np.int32)[first:last] == 0).nonzero()[0]
-            if len(hole):
-                return node.start + first + int(hole[0])
-        return high
+            for at in (ids[low:high] == 0).nonzero()[0].tolist():
+                page = path.host_page(g, low + at)
+                assert page, "a boundary was offered that cannot be served"
+                self._load_one(g, low + at, page, load, joined)
 
     @staticmethod
     def _would_pin(path: Path, depth: int) -> int:
@@ -173,14 +155,15 @@ class Desk:
         """A lease on everything `match` promised, with private pages up to token `upto`; or None, nothing changed."""
         tree, room = self.tree, self.room
         wish = self.wish(match, upto)
-        if not room.can_make(DEVICE, wish.need, wish.less):
-            return None
         sibling = match.sibling
-        if sibling is not None:
-            extra = self._sibling_cost(sibling)
-            less = {g: wish.less.get(g, 0) + extra[g] for g in range(len(tree.groups))}
+        if not room.has(DEVICE, wish.need):
+            less = self._less(match, wish)
             if not room.can_make(DEVICE, wish.need, less):
-                sibling = None
+                return None
+            if sibling is not None:
+                extra = self._sibling_cost(sibling)
+                if not room.can_make(DEVICE, wish.need, {g: n + extra[g] for g, n in less.items()}):
+                    sibling = None
         lease = self._open(match, wish)
         if sibling is not None:
             self._hold_sibling(lease, sibling)
@@ -197,7 +180,6 @@ class Desk:
             lease.working[g] = int(slot[0])
             lease.tables[g] = bytearray(slot.tobytes())
         if not lease.waits:
-            self.seat(lease)
             self.extend(lease, upto)
         return lease, operation
 
@@ -205,12 +187,16 @@ class Desk:
         """Pin the path and read the pages the lease needs of it."""
         tree = self.tree
         root = match.binding._root
-        path = match.path
+        nodes = match.path.nodes.copy()
         node = root.top
         if wish.depth:
-            last = next(n for n in reversed(path.nodes) if n.start < wish.depth)
-            node = last if last.end == wish.depth else tree.split(last, wish.depth - last.start)
-        seed_node = tree.node_ending(node, match.boundary) if tree.slots and match.boundary else None
+            while nodes[-1].start >= wish.depth:
+                nodes.pop()
+            node = nodes[-1]
+            if node.start + node.n > wish.depth:
+                node = nodes[-1] = tree.split(node, wish.depth - node.start)
+        elif nodes:
+            nodes = []
         lease = Lease(match.binding, node, wish.depth, len(tree.groups))
         root.holders[lease] = None
         if root.hooked:
@@ -221,35 +207,40 @@ class Desk:
         lease.boundary = match.boundary
         lease.length = match.length
         lease.start = min(match.boundary * tree.page_size, match.length - 1)
-        lease.seed_node = seed_node
-        if match.load:
-            lease.wanted = wish.reads
-        for g, slot in wish.seeds.items():
-            tree.pools[DEVICE][g].read(np.array([slot], np.int32))
-            lease.seed[g] = slot
-        if seed_node is not None:
-            seed_node.device.used = tree.now
+        if wish.load or wish.joined:
+            lease.wanted = wish.spans
+        else:
+            for g in tree.closed:
+                lease.tables[g] = bytearray().join([at.device.pages[g] for at in nodes])
+                lease.upto[g] = wish.depth
+        if tree.slots and match.boundary:
+            lease.seed_node = tree.node_ending(node, match.boundary)
+            lease.seed_node.device.used = tree.now
+            for g, slot in wish.seeds.items():
+                tree.pools[DEVICE][g].read_one(slot)
+                lease.seed[g] = slot
         for g in tree.loose:
-            end = wish.upto[g]
-            table = np.zeros(end, np.int32)
-            pool = tree.pools[DEVICE][g]
-            for low, high in wish.reads[g]:
-                for at, first, last_ in tree.cover(node, low, high):
-                    pages = at.device.pages[g]
-                    at.device.used = tree.now
-                    if pages is not None:
-                        there = np.frombuffer(bytes(pages), np.int32)[first:last_]
-                        table[at.start + first : at.start + last_] = there
-                        pool.read(there[there != 0])
-            lease.tables[g] = bytearray(table.tobytes())
-            lease.upto[g] = end
-            lease.low[g] = wish.reads[g][0][0] if wish.reads[g] else end
-        note_promises(lease)
+            self._read_loose(lease, g, wish, nodes)
+        note_promises(tree, lease)
         if match.cuts and not lease.detached:
             lease.cuts = match.cuts
             lease.tokens = match.tokens
             root.makers.setdefault(match.tokens[: tree.page_bytes], []).append(lease)
         return lease
+
+    def _read_loose(self, lease: Lease, g: int, wish: Wish, nodes: list[Node]) -> None:
+        tree = self.tree
+        spans, table = wish.spans[g], wish.tables[g]
+        lease.tables[g] = table
+        lease.upto[g] = len(table) // 4
+        lease.low[g] = spans[0][0] if spans else lease.upto[g]
+        if spans:
+            ids = np.frombuffer(bytes(table), np.int32)
+            tree.pools[DEVICE][g].read(ids[ids != 0])
+            for at in reversed(nodes):
+                if at.start + at.n <= spans[0][0]:
+                    break
+                at.device.used = tree.now
 
     def seat(self, lease: Lease) -> None:
         """All pages of the path are on the device: the lease's tables follow it."""
@@ -268,7 +259,7 @@ class Desk:
         """Give the lease private pages up to token `upto`. The room is there."""
         tree = self.tree
         columns = -(-upto // tree.page_size)
-        for g in tree.closed + tree.loose:
+        for g in tree.paged:
             table = lease.tables[g]
             more = columns - len(table) // 4
             if more > 0:
@@ -296,8 +287,7 @@ class Desk:
         # The anchor's own split may have cut the sibling's node; its lower half kept the identity.
         ((node, at, _),) = tree.cover(sibling.node, sibling.column, sibling.column + 1)
         pages = {
-            (DEVICE, g): np.frombuffer(bytes(node.device.pages[g][4 * at : 4 * at + 4]), np.int32)
-            for g in tree.closed + tree.loose
+            (DEVICE, g): np.frombuffer(bytes(node.device.pages[g][4 * at : 4 * at + 4]), np.int32) for g in tree.paged
         }
         lease.source = Holder(tree, sibling.node, (DEVICE,), (sibling.column, sibling.column + 1), pages)
         lease.copied = sibling.tokens

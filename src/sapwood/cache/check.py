@@ -41,6 +41,8 @@ class _Check:
             assert root.hooked and root.namespace == namespace, f"{namespace}: root is not hooked under its own name"
             assert root.bound or root.holders or root.top.children, f"{namespace}: empty and not forgotten"
             self._shape(root)
+        promises = sum(len(flight.promises) for flight in self.steps.flights.values())
+        assert tree.promises == promises, f"{promises} promises are in flight, {tree.promises} are counted"
         assert tree.nodes == len(self.below), f"{len(self.below)} nodes stand, {tree.nodes} are counted"
         for root in [*tree.roots.values(), *tree.unhooked]:
             for holder in root.holders:
@@ -138,7 +140,7 @@ class _Check:
             self._own(DEVICE, g, np.array([slot], np.int32), owner, name)
         for g, slot in lease.seed.items():
             self.readers[DEVICE][g][slot] += 1
-        for g in tree.closed + tree.loose:
+        for g in tree.paged:
             self._own(DEVICE, g, lease.private(g), owner, name)
             columns, ids = lease.adopted(g)
             if g in tree.loose or lease.detached:

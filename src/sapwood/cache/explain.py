@@ -66,7 +66,7 @@ def _real_path(tree: Tree, root: Root, tokens: bytes) -> Path:
     path = tree.walk(root, tokens)
     for node in path.nodes:
         for promise in node.promised or ():
-            path.depth = min(path.depth, promise.low())
+            path.depth = min(path.depth, promise.low)
     path.nodes = [node for node in path.nodes if node.start < path.depth]
     return path
 

@@ -144,7 +144,8 @@ class HybridPrefixCache:
         has no room, with nothing changed. With an Operation to carry out, or `lease.loading`, the request waits for
         `load_done` and gets its pages with `grow` then."""
         self._bound(match.binding)
-        whole_number("upto", upto, match.start + 1, match.length)
+        if not match.start < upto <= match.length:
+            whole_number("upto", upto, match.start + 1, match.length)
         if match.version != self._tree.version and match.reason != "off":
             again = self._matcher.match(match.binding, match.tokens, match.length, match.path.tier)
             upto = min(match.length, again.start + upto - match.start)
@@ -161,6 +162,9 @@ class HybridPrefixCache:
     def opening(self, lease: Lease, step: int) -> list[PageCopy]:
         """The copies to run before the first batch of a lease (or the next, after `adopt` and `rewind`)."""
         self._live(lease)
+        if lease.opened or not (self._tree.slots or lease.source):
+            lease.opened = True
+            return []
         copies = self._snapshots.opening(lease, self._steps.flight(step))
         self._tally["copies"] += len(copies)
         return copies
@@ -177,7 +181,7 @@ class HybridPrefixCache:
         """Up to which token, at most `upto`, every group could give pages now."""
         self._live(lease)
         size, tree = self.page_size, self._tree
-        for g in tree.closed + tree.loose:
+        for g in tree.paged:
             have = len(lease.tables[g]) // 4
             if have * size < upto:
                 upto = min(upto, (have + self._room.available(DEVICE, g)) * size)
@@ -188,7 +192,9 @@ class HybridPrefixCache:
         self._live(lease)
         tree = self._tree
         columns = -(-upto // self.page_size)
-        need = {g: max(0, columns - len(lease.tables[g]) // 4) for g in tree.closed + tree.loose}
+        if all(4 * columns <= len(lease.tables[g]) for g in tree.paged):
+            return True
+        need = {g: max(0, columns - len(lease.tables[g]) // 4) for g in tree.paged}
         if not self._room.can_make(DEVICE, need):
             return False
         self._room.make(DEVICE, need)
@@ -199,7 +205,7 @@ class HybridPrefixCache:
         """One more page for each lease in every group of pages; the new ids by group, or None, nothing changed."""
         tree = self._tree
         n = len(leases)
-        paged = tree.closed + tree.loose
+        paged = tree.paged
         need = dict.fromkeys(paged, n)
         if not self._room.can_make(DEVICE, need):
             return None
@@ -228,7 +234,8 @@ class HybridPrefixCache:
     def slide(self, lease: Lease, position: int) -> None:
         """Everything up to `position` is real: give up pages no row from there on needs."""
         self._live(lease)
-        self._follower.slide(lease, position)
+        if self._tree.loose:
+            self._follower.slide(lease, position)
 
     def publish(self, lease: Lease, tokens: bytes, upto: int, step: int) -> None:
         """Hand the first `upto` pages to the tree, promised by `step`; `tokens` are those of the request from its
@@ -350,7 +357,8 @@ class HybridPrefixCache:
             "leases": len(self._leases),
             "ghosts": {"entries": len(tree.ghosts), "bytes": tree.ghosts.used_bytes, "limit": tree.ghosts.limit_bytes},
             "namespaces": [
-                {"namespace": namespace, "bound": root.bound, **root.tally} for namespace, root in tree.roots.items()
+                {"namespace": namespace, "bound": root.bound, **root.tally, "misses": dict(root.misses)}
+                for namespace, root in tree.roots.items()
             ],
             "unhooked": len(tree.unhooked),
         }
@@ -371,11 +379,12 @@ class HybridPrefixCache:
         reason = self._matcher.refine(match)
         self._reasons[reason] = self._reasons.get(reason, 0) + 1
         for tally in (self._tally, lease.root.tally):
-            tally["requests"] = tally.get("requests", 0) + 1
-            tally["prompt_tokens"] = tally.get("prompt_tokens", 0) + match.length
-            tally["cached_tokens"] = tally.get("cached_tokens", 0) + lease.start
-        key = "miss_" + reason if reason != "hit" else "hit"
-        lease.root.tally[key] = lease.root.tally.get(key, 0) + 1
+            tally["requests"] += 1
+            tally["prompt_tokens"] += match.length
+            tally["cached_tokens"] += lease.start
+        if reason != "hit":
+            reasons = lease.root.misses
+            reasons[reason] = reasons.get(reason, 0) + 1
 
     def _bound(self, binding: Binding) -> None:
         if not isinstance(binding, Binding) or not binding.live:

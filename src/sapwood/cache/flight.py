@@ -24,7 +24,7 @@ class Fill(NamedTuple):
 class Promise:
     """Pages published before they were computed: [first, last) of closed groups, and holes filled by others."""
 
-    __slots__ = ("duplicates", "fills", "first", "last", "lease", "node", "step")
+    __slots__ = ("duplicates", "fills", "first", "last", "lease", "low", "node", "step")
 
     def __init__(
         self,
@@ -43,10 +43,9 @@ class Promise:
         self.last = last
         self.fills = fills
         self.duplicates = duplicates
-
-    def low(self) -> int:
-        """The first page that is promised here in any group."""
-        return min([self.first, *(int(fill.columns[0]) for fill in self.fills)])
+        self.low = first  # the first page that is promised here in any group
+        for fill in fills:
+            self.low = min(self.low, int(fill.columns[0]))
 
     def covers(self, g: int, column: int, closed: bool) -> bool:
         if closed:
@@ -78,25 +77,33 @@ class Flight:
 
 
 def mark(tree: Tree, promise: Promise) -> None:
-    for node, _, _ in tree.cover(promise.node, promise.low(), promise.last):
-        if node.promised is None:
-            node.promised = [promise]
-        else:
-            node.promised.append(promise)
+    """Let the nodes know whose pages are promised."""
+    node = promise.node
+    if promise.low >= node.start and node.promised is None:
+        node.promised = [promise]
+        return
+    for at, _, _ in tree.cover(node, promise.low, promise.last):
+        at.promised = [*(at.promised or ()), promise]
 
 
 def unmark(tree: Tree, promise: Promise) -> None:
-    for node, _, _ in tree.cover(promise.node, promise.low(), promise.last):
-        if node.promised is not None:
-            node.promised = [other for other in node.promised if other is not promise] or None
+    node = promise.node
+    if promise.low >= node.start and node.promised == [promise]:
+        node.promised = None
+        return
+    for at, _, _ in tree.cover(node, promise.low, promise.last):
+        if at.promised is not None:
+            at.promised = [other for other in at.promised if other is not promise] or None
 
 
-def note_promises(lease: Lease) -> None:
+def note_promises(tree: Tree, lease: Lease) -> None:
     """Note which steps must succeed for the pages on a lease's path to be real."""
+    if not tree.promises:
+        return
     at: Node | None = lease.node
     while at is not None:
         if at.promised:
-            lease.deps += [(promise.step, promise.low()) for promise in at.promised]
+            lease.deps += [(promise.step, promise.low) for promise in at.promised]
         at = at.parent
 
 

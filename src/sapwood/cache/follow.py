@@ -61,7 +61,7 @@ class Follower:
             lease.source.let_go(tree)
             lease.source, lease.copied = None, 0
         tree.pin(node, DEVICE)
-        private = {g: lease.private(g) for g in tree.closed + tree.loose}
+        private = {g: lease.private(g) for g in tree.paged}
         for g in tree.closed:
             lease.upto[g] = depth
         for g in tree.loose:
@@ -80,7 +80,7 @@ class Follower:
             lease.tables[g] = bytearray().join([at.device.pages[g] for at in nodes])
         lease.start = min(boundary * tree.page_size, length - 1)
         self.reseed(lease, boundary)
-        note_promises(lease)
+        note_promises(tree, lease)
 
     def _reread(self, lease: Lease, node: Node, g: int, boundary: int, length: int) -> None:
         tree = self.tree
@@ -161,4 +161,4 @@ class Follower:
                     lease.tables[g][4 * column : 4 * column + 4] = page.to_bytes(4, "little")
             lease.upto[g] = depth
         lease.node, lease.depth = node, depth
-        note_promises(lease)
+        note_promises(tree, lease)

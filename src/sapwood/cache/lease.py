@@ -17,11 +17,11 @@ import numpy as np
 
 from .group import DEVICE
 from .namespace import Namespace
+from .path import Path
 from .pool import Ids
 
 if TYPE_CHECKING:
     from .node import Node, Root
-    from .path import Path
     from .transfer import Transfer
     from .tree import Tree
 
@@ -72,7 +72,6 @@ class Match(NamedTuple):
     depth: int  # pages closed groups have, often more
     cuts: tuple[int, ...]  # page ends at which to cut a chunk and checkpoint
     pending: int  # a deeper boundary that another request has promised a snapshot for, or 0
-    load: bool  # some of it must come from host
     length: int
     reason: str  # why it is not more (DESIGN 4.14), cheaply found
     binding: Binding
@@ -80,6 +79,17 @@ class Match(NamedTuple):
     path: Path
     sibling: Sibling | None
     version: int
+
+    @property
+    def load(self) -> bool:
+        """Whether some of it must come from host."""
+        path = self.path
+        if path.tier == DEVICE or (path.tree.closed and path.device_closed(path.depth) < self.boundary):
+            return path.tier != DEVICE
+        near = Path(path.tree, path.root, path.nodes, path.depth)
+        near.tier = DEVICE
+        families = path.tree.families
+        return any(family.deepest(near, self.boundary, self.length) < self.boundary for family in families)
 
 
 class Lease:
@@ -187,8 +197,9 @@ class Lease:
 
     def private(self, g: int) -> Ids:
         """Ids of the pages of a paged group that this lease alone has."""
-        ids = self.table(g)[self.upto[g] :]
-        ids = ids[ids != 0]
+        ids = np.frombuffer(self.tables[g][4 * self.upto[g] :], np.int32)
+        if len(ids) and not ids.all():
+            ids = ids[ids != 0]
         if self.own:
             mine = [page for (group, _), page in self.own.items() if group == g]
             if mine:

@@ -6,7 +6,6 @@ from itertools import islice
 
 from .flight import is_real
 from .ghosts import crc_at
-from .group import DEVICE, HOST
 from .lease import Binding, Match, Sibling
 from .node import Node, Root
 from .path import Path, agree
@@ -38,7 +37,6 @@ class Matcher:
         cached = start + (sibling.tokens if sibling else 0)
         pending = self._pending(root, tokens, length, boundary) if tree.slots else 0
         reason = self.reason(path, boundary, limiter, length)
-        load = tree.has_host and path.tier > 0 and self._touches_host(path, boundary, on_device, length)
         return Match(
             boundary,
             start + (sibling.tokens if sibling else 0),
@@ -46,7 +44,6 @@ class Matcher:
             depth,
             self._cuts(boundary, depth, length),
             pending,
-            load,
             length,
             reason,
             binding,
@@ -66,7 +63,6 @@ class Matcher:
             0,
             self._cuts(0, 0, length),
             0,
-            False,
             length,
             reason,
             binding,
@@ -144,15 +140,6 @@ class Matcher:
             if pages is None or not any(pages[4 * at : 4 * at + 4]):
                 return False
         return all(is_real(tree, node, g, node.start + at) for g in range(len(tree.groups)))
-
-    def _touches_host(self, path: Path, boundary: int, on_device: int, length: int) -> bool:
-        tree = self.tree
-        if tree.closed and on_device < boundary:
-            return True
-        path.tier = DEVICE
-        served, _ = self.boundary(path, length)
-        path.tier = HOST
-        return served < boundary
 
     def reason(self, path: Path, boundary: int, limiter: int, length: int) -> str:
         tree = self.tree

@@ -100,7 +100,7 @@ class Node:
 class Root:
     """A namespace in the tree, and everything that is bound to it. Unhooked: nobody new can find it."""
 
-    __slots__ = ("bound", "digest", "holders", "hooked", "makers", "namespace", "tally", "top")
+    __slots__ = ("bound", "digest", "holders", "hooked", "makers", "misses", "namespace", "tally", "top")
 
     def __init__(self, namespace: Namespace) -> None:
         self.namespace = namespace
@@ -109,5 +109,6 @@ class Root:
         self.bound = 0
         self.holders: dict[Any, None] = {}  # leases and transfers that hold nodes here, oldest first
         self.makers: dict[bytes, list[Any]] = {}  # first page -> leases that will make a snapshot
-        self.tally: dict[str, int] = {}
+        self.tally = {"requests": 0, "prompt_tokens": 0, "cached_tokens": 0}
+        self.misses: dict[str, int] = {}  # by reason
         self.top: Node

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from .tree import Tree
 
 
+_HOLE = bytes(4)
+
+
 def agree(edge: bytes | bytearray, tokens: bytes, offset: int, page_bytes: int) -> int:
     """How many whole pages of `edge` stand in `tokens` at `offset`: a bisection of memcmps."""
     low, high = 0, min(len(edge), len(tokens) - offset) // page_bytes
@@ -58,18 +61,58 @@ class Path:
             if start >= high:
                 continue
             first, last = max(low - start, 0), min(high - start, node.n)
-            there = None
-            for copy in (node.device, node.host if self.tier else None):
-                if copy is not None and copy.pages[index] is not None:
-                    here = np.frombuffer(copy.pages[index], np.int32)[first:last] != 0
-                    there = here if there is None else there | here
-            if there is None:
-                return start + last - 1
-            if 0 in there.tobytes():
-                return start + first + int((~there).nonzero()[0][-1])
+            pages = node.device.pages[index]
+            # Four zero bytes in a row are a hole, or two ids beside each other: only then look closer.
+            if pages is None or pages.find(_HOLE, 4 * first, 4 * last) >= 0:
+                missing = self._last_hole(node, index, first, last)
+                if missing >= 0:
+                    return start + missing
             if start <= low:
                 break
         return -1
+
+    def _last_hole(self, node: Node, index: int, first: int, last: int) -> int:
+        there = np.zeros(last - first, np.bool_)
+        for copy in (node.device, node.host if self.tier else None):
+            if copy is not None and copy.pages[index] is not None:
+                there |= np.frombuffer(copy.pages[index], np.int32)[first:last] != 0
+        holes = (~there).nonzero()[0]
+        return first + int(holes[-1]) if len(holes) else -1
+
+    def device_pages(self, index: int, spans: list[tuple[int, int]], end: int) -> bytearray:
+        """A table of `end` columns with the device pages of a group that lie in `spans`."""
+        table = bytearray(4 * end)
+        for low, high in spans:
+            for node in reversed(self.nodes):
+                start = node.start
+                if start >= high:
+                    continue
+                if start + node.n <= low:
+                    break
+                pages = node.device.pages[index]
+                if pages is not None:
+                    first, last = max(low - start, 0), min(high - start, node.n)
+                    table[4 * (start + first) : 4 * (start + last)] = pages[4 * first : 4 * last]
+        return table
+
+    def device_run(self, index: int, low: int, high: int) -> int:
+        """How far the device has every page of a group from `low` on, at most to `high`."""
+        ids = np.frombuffer(self.device_pages(index, [(low, high)], high), np.int32)[low:]
+        holes = (ids == 0).nonzero()[0]
+        return low + int(holes[0]) if len(holes) else high
+
+    def host_page(self, index: int, column: int) -> int:
+        """The host page of a group at a column of the path, or 0."""
+        for node in reversed(self.nodes):
+            if node.start <= column:
+                pages = node.host.pages[index] if node.host is not None else None
+                at = 4 * (column - node.start)
+                return int.from_bytes(pages[at : at + 4], "little") if pages else 0
+        return 0
+
+    def ending(self, depth: int) -> Node:
+        """The node that ends at `depth`."""
+        return next(node for node in reversed(self.nodes) if node.start + node.n == depth)
 
     def deepest_slot(self, index: int, limit: int) -> int:
         for node in reversed(self.nodes):

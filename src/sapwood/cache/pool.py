@@ -33,10 +33,10 @@ class PagePool:
     """The pages 1..capacity of one group in one tier; page 0 is never given out."""
 
     __slots__ = (
+        "_low",
         "_owner",
         "_scratch",
         "_stack",
-        "_top",
         "by_page",
         "capacity",
         "counts",
@@ -55,8 +55,8 @@ class PagePool:
         self.owner = bytearray(capacity + 1)
         self.owner[0] = _NOBODY
         self._owner = np.frombuffer(self.owner, np.uint8)
-        self._stack = np.arange(capacity, 0, -1, dtype=np.int32)  # lowest ids on top
-        self._top = capacity
+        self._stack = np.arange(1, capacity + 1, dtype=np.int32)  # free from `_low` on; grows towards the front
+        self._low = 0
         self._scratch: npt.NDArray[np.int32] | None = None
         self.counts = [capacity, 0, 0, 0, 0]
         self.readers: npt.NDArray[np.int32] = np.zeros(capacity + 1, np.int32)
@@ -66,20 +66,23 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        return self._top
+        return self.capacity - self._low
 
     @property
     def used_bytes(self) -> int:
-        return (self.capacity - self._top) * self.page_bytes
+        return self._low * self.page_bytes
 
     def allocate(self, n: int, owner: int) -> Ids:
         """Take n pages. Raises PoolError, with nothing changed, if there are fewer."""
-        top = self._top
-        if not 0 <= n <= top:
-            raise PoolError(f"{self.name}: {n} pages asked for, {top} of {self.capacity} are free")
-        ids = self._stack[top - n : top][::-1].copy()
-        self._top = top - n
-        self._owner[ids.astype(np.intp)] = owner
+        low = self._low
+        if not 0 <= n <= self.capacity - low:
+            raise PoolError(f"{self.name}: {n} pages asked for, {self.free} of {self.capacity} are free")
+        ids = self._stack[low : low + n].copy()
+        self._low = low + n
+        if n == 1:
+            self.owner[ids[0]] = owner
+        else:
+            self._owner[ids.astype(np.intp)] = owner
         self.counts[FREE] -= n
         self.counts[owner] += n
         if self.watch is not None and n:
@@ -91,13 +94,15 @@ class PagePool:
         n = len(ids)
         if not n:
             return
-        at = self._owned(ids, owner)
-        if n > 1:
+        if n == 1:
+            self._one(int(ids[0]), owner, FREE)
+        else:
+            at = self._owned(ids, owner)
             self._different(ids, at)
-        top = self._top
-        self._owner[at] = FREE
-        self._stack[top : top + n] = ids[::-1]
-        self._top = top + n
+            self._owner[at] = FREE
+        low = self._low
+        self._stack[low - n : low] = ids
+        self._low = low - n
         self.counts[owner] -= n
         self.counts[FREE] += n
         if self.watch is not None:
@@ -108,13 +113,42 @@ class PagePool:
         n = len(ids)
         if not n:
             return
-        self._owner[self._owned(ids, old)] = new
+        if n == 1:
+            self._one(int(ids[0]), old, new)
+        else:
+            self._owner[self._owned(ids, old)] = new
         self.counts[old] -= n
         self.counts[new] += n
 
+    def _one(self, page: int, old: int, new: int) -> None:
+        if not 0 < page <= self.capacity or self.owner[page] != old:
+            self._complain(page, old)
+        self.owner[page] = new
+
+    def read_one(self, page: int) -> None:
+        """`read` for a single page."""
+        if self.by_page and not self.readers[page] and self.owner[page] == TREE:
+            self.idle -= 1
+        self.readers[page] += 1
+
+    def unread_one(self, page: int) -> None:
+        """`unread` for a single page."""
+        count = int(self.readers[page]) - 1
+        if count < 0:
+            raise PoolError(f"{self.name}: page {page} has no reader to leave")
+        self.readers[page] = count
+        if not count:
+            owner = self.owner[page]
+            if owner == UNHOOKED:
+                self.release(np.array([page], np.int32), UNHOOKED)
+            elif self.by_page and owner == TREE:
+                self.idle += 1
+
     def read(self, ids: Ids) -> None:
         """One more reader for each of `ids`, which must be different pages."""
-        if not len(ids):
+        if len(ids) <= 1:
+            if len(ids):
+                self.read_one(int(ids[0]))
             return
         at = ids.astype(np.intp)
         before = self.readers[at]
@@ -124,7 +158,9 @@ class PagePool:
 
     def unread(self, ids: Ids) -> None:
         """One reader less for each of `ids`; unhooked ones that nobody reads now are freed."""
-        if not len(ids):
+        if len(ids) <= 1:
+            if len(ids):
+                self.unread_one(int(ids[0]))
             return
         at = ids.astype(np.intp)
         counts = self.readers[at] - 1
@@ -142,7 +178,7 @@ class PagePool:
         self.readers[ids.astype(np.intp)] += 1
 
     def free_ids(self) -> Ids:
-        ids: Ids = self._stack[: self._top].copy()
+        ids: Ids = self._stack[self._low :].copy()
         return ids
 
     def _owned(self, ids: Ids, owner: int) -> npt.NDArray[np.intp]:

@@ -58,10 +58,11 @@ class Publisher:
             if first < upto or fills or duplicates:
                 promise = Promise(flight.step, lease, lease.node, first, upto, fills, duplicates)
                 flight.promises.append(promise)
+                tree.promises += 1
                 if first < upto or fills:
                     mark(tree, promise)
                 own = min((column for _, column in duplicates), default=upto)
-                lease.depends(flight.step, min(promise.low(), own), oldest)
+                lease.depends(flight.step, min(promise.low, own), oldest)
         else:
             self.became_real(lease.node, first, upto, fills)
         return duplicates

@@ -17,6 +17,11 @@ class Room:
         pool = tree.pools[tier][g]
         return pool.free + (pool.idle if pool.by_page else tree.shelves[tier].evictable)
 
+    def has(self, tier: int, need: Mapping[int, int]) -> bool:
+        """Whether all of it is free already."""
+        pools = self.tree.pools[tier]
+        return all(n <= pools[g].free for g, n in need.items())
+
     def can_make(self, tier: int, need: Mapping[int, int], less: Mapping[int, int] | None = None) -> bool:
         """The dry run: would `make` succeed, if `less` pages of each group could not be evicted? Changes nothing."""
         for g, n in need.items():
@@ -26,6 +31,8 @@ class Room:
 
     def make(self, tier: int, need: Mapping[int, int]) -> None:
         """Evict until every group has its pages free. Closed groups first: what falls with them helps the others."""
+        if self.has(tier, need):
+            return
         tree = self.tree
         pools = tree.pools[tier]
         short = max((need.get(g, 0) - pools[g].free for g in tree.closed), default=0)

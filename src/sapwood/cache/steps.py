@@ -69,6 +69,7 @@ class Steps:
                         continue
                     unmark(tree, promise)
                     self.publisher.became_real(promise.node, promise.first, promise.last, promise.fills)
+                tree.promises -= len(flight.promises)
                 self.unsettled += [(p.lease, p.duplicates) for p in flight.promises if p.duplicates]
                 for snapshot in flight.snapshots:
                     self.snapshots.land(snapshot)
@@ -112,6 +113,7 @@ class Steps:
         for flight in doomed:
             for snapshot in flight.snapshots:
                 freed += [(g, np.array([slot], np.int32)) for g, slot in snapshot.slots.items()]
+            tree.promises -= len(flight.promises)
             flight.promises, flight.snapshots = [], []
         for promise in promises:
             tree.unpin(promise.node, DEVICE)
@@ -159,7 +161,7 @@ class Steps:
         owner = FLIGHT if lease.ended else LEASE
         freed: list[tuple[int, Ids]] = []
         reading: dict[tuple[int, int], Ids] = {}
-        for g in tree.closed + tree.loose:
+        for g in tree.paged:
             freed.append((g, self._private_from(lease, g, page)))
             if lease.upto[g] > page and (lease.detached or g in tree.loose):
                 columns, ids = lease.adopted(g)
@@ -172,7 +174,7 @@ class Steps:
             self._move_anchor(lease, page, reading, held)
         for key in [key for key in lease.own if key[1] >= page]:
             del lease.own[key]
-        for g in tree.closed + tree.loose:
+        for g in tree.paged:
             del lease.tables[g][4 * page :]
             lease.upto[g] = min(lease.upto[g], page)
             lease.low[g] = min(lease.low[g], page)
@@ -214,7 +216,7 @@ class Steps:
         undo go back to a snapshot."""
         tree = self.tree
         size = tree.page_size
-        have = min((len(lease.tables[g]) // 4 for g in tree.closed + tree.loose), default=-(-position // size))
+        have = min((len(lease.tables[g]) // 4 for g in tree.paged), default=-(-position // size))
         position = min(position, have * size)
         if lease.uncopied:
             position, lease.uncopied = min(position, lease.start), False
@@ -261,7 +263,7 @@ class Steps:
         if not steps:
             self._drop(lease, LEASE)
             return
-        for g in tree.closed + tree.loose:
+        for g in tree.paged:
             tree.pools[DEVICE][g].move(lease.private(g), LEASE, FLIGHT)
         for g, slot in lease.working.items():
             tree.pools[DEVICE][g].move(np.array([slot], np.int32), LEASE, FLIGHT)
@@ -269,7 +271,7 @@ class Steps:
 
     def _drop(self, lease: Lease, owner: int) -> None:
         tree = self.tree
-        for g in tree.closed + tree.loose:
+        for g in tree.paged:
             tree.pools[DEVICE][g].release(lease.private(g), owner)
         for g, slot in lease.working.items():
             tree.pools[DEVICE][g].release(np.array([slot], np.int32), owner)

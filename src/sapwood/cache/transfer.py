@@ -66,6 +66,9 @@ class Transfers:
         self.arrived: dict[int, Transfer] = {}  # acknowledged loads that wait for one above them
         self.next_op = 1
         self.saving = [np.zeros(pool.capacity + 1, np.bool_) for pool in tree.pools[DEVICE]]
+        host = [bool(group.host_pages) for group in tree.groups]
+        whole = all(host[g] for g in tree.closed)  # closed groups are on host together or not at all
+        self.savable = [g for g, there in enumerate(host) if there and (whole or g not in tree.closed)]
         self.loading: dict[tuple[int, int], Transfer] = {}  # (group, host page) of groups that are not closed
         self.counts = {
             "saves": 0,
@@ -113,9 +116,7 @@ class Transfers:
         found: dict[int, list[tuple[Ids, Ids]]] = {}
         for node, low, high in reversed(tree.cover(span.node, span.first, min(span.last, span.node.end))):
             assert node.host is not None
-            for g in range(len(tree.groups)):
-                if not tree.pools[HOST][g].capacity:
-                    continue
+            for g in self.savable:
                 if g in tree.slots:
                     slot = node.device.pages[g]
                     if slot and high == node.n and not node.host.pages[g] and not self.saving[g][slot]:
@@ -343,7 +344,7 @@ class Transfers:
             for lease in waiters:
                 self._take(lease, g)
         for lease in waiters:
-            note_promises(lease)
+            note_promises(self.tree, lease)
         self._announce(transfer.node, DEVICE, stored)
 
     def _take(self, lease: Lease, g: int) -> None:

@@ -52,6 +52,7 @@ class Tree:
         fams = self.families
         self.closed = [i for i, f in enumerate(fams) if f.closed]
         self.loose = [i for i, f in enumerate(fams) if not f.closed and f.shape == "pages"]
+        self.paged = self.closed + self.loose
         self.slots = [i for i, f in enumerate(fams) if f.shape == "slot"]
         self.has_host = any(g.host_pages for g in groups)
         self.tiers = (DEVICE, HOST) if self.has_host else (DEVICE,)
@@ -78,6 +79,7 @@ class Tree:
         self.seq = 0
         self.version = 0  # changes whenever a path found earlier may no longer stand
         self.nodes = 0
+        self.promises = 0  # made by steps in flight
         self.evicted = [[0] * len(groups) for _ in self.tiers]
 
     # ---- roots
@@ -175,7 +177,7 @@ class Tree:
         upper.recent = node
         upper.loading = node.loading
         if node.promised:
-            upper.promised = [p for p in node.promised if p.low() < node.start] or None
+            upper.promised = [p for p in node.promised if p.low < node.start] or None
             node.promised = [p for p in node.promised if p.last > node.start] or None
         if node.hashes is not None:
             upper.hashes, node.hashes = node.hashes[: 32 * k], node.hashes[32 * k :]

@@ -21,7 +21,7 @@ def unhook(tree: Tree, root: Root, silently: bool) -> None:
     """
     for holder in root.holders:
         if isinstance(holder, Lease):
-            note_promises(holder)  # one that waits for a load may find promised pages on its path by now
+            note_promises(tree, holder)  # one that waits for a load may find promised pages on its path by now
         holder.detach(tree)
     below: list[Node] = []
     stack = list(root.top.children.values())
