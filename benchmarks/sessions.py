@@ -199,9 +199,16 @@ class Driver:
         begin = clock()
         if leases:
             cache.publish_rows(leases, full)
-        commit = cache.step_commit(step)
+        spans = cache.step_commit(step).real
+        for turn in over:
+            span = cache.finish_request(turn.lease, b"", turn.last, None)
+            if span is not None:
+                spans.append(span)
+            cache.unbind(turn.binding)
+            if turn.number + 1 < TURNS:
+                bindings.append(cache.bind(self.namespace))
         if self.saves:
-            for span in commit.real:
+            for span in spans:
                 operation = cache.begin_save(span)
                 if operation is not None:
                     self.operations.append((True, operation.op))
@@ -210,11 +217,6 @@ class Driver:
                     cache.save_done(number, True)
                 else:
                     landed += cache.load_done(number, True).ready
-        for turn in over:
-            cache.finish_request(turn.lease, b"", turn.last, None)
-            cache.unbind(turn.binding)
-            if turn.number + 1 < TURNS:
-                bindings.append(cache.bind(self.namespace))
         for lease, position in slid:
             cache.slide(lease, position)
         if self.events:

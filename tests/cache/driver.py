@@ -1,6 +1,6 @@
-"""A small engine loop on the facade, with the content double as its hands: what the stories in these tests are told with.
+"""A small engine loop on the facade, with the content double as its hands: what the tests' stories are told with.
 
-Not a scheduler: it puts every request that can run into every step, in order of arrival, and does exactly what it is told.
+Not a scheduler: it puts every request that can run into every step, in order of arrival, and does as it is told.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sapwood.cache import CacheGroup, HybridPrefixCache, Lease, Namespace, Operation, token_bytes
+from sapwood.cache import CacheGroup, HybridPrefixCache, Lease, Namespace, Operation, Span, token_bytes
 from sapwood.sim.content import ContentDouble, Row
 
 BASE = Namespace()
@@ -67,6 +67,7 @@ class Engine:
         self.doomed: set[int] = set()
         self.operations: dict[int, str] = {}
         self.events: list[object] = []
+        self.spans: list[Span] = []
         self.checks = True
 
     # ---- what a test says
@@ -223,11 +224,9 @@ class Engine:
         commit = self.cache.step_commit(step, max(self.flights, default=None))
         for replaced in commit.replaced:
             assert self.cache.table(replaced.lease, replaced.group)[replaced.column] == replaced.page
-        if self.save == "through":
-            for span in commit.real:
-                self.begin("save", self.cache.begin_save(span))
-        else:
-            self.spans = commit.real
+        self.spans = []
+        for span in commit.real:
+            self.save_span(span)
         for request in ended:
             self.finish(request, "length")
         for request, _, _ in parts:
@@ -277,7 +276,8 @@ class Engine:
     def finish(self, request: Request, reason: str) -> None:
         lease = request.lease
         if lease is not None:
-            self.cache.finish_request(lease, b"", request.real, max(request.steps, default=None))
+            span = self.cache.finish_request(lease, b"", request.real, max(request.steps, default=None))
+            self.save_span(span)
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
@@ -289,7 +289,7 @@ class Engine:
         self.check()
 
     def retract(self, request: Request) -> None:
-        self.cache.retract(request.lease, b"", request.real, max(request.steps, default=None))
+        self.save_span(self.cache.retract(request.lease, b"", request.real, max(request.steps, default=None)))
         self.running.remove(request)
         self.waiting.insert(0, request)
         request.lease, request.steps = None, []
@@ -297,6 +297,15 @@ class Engine:
         self.check()
 
     # ---- transfers
+
+    def save_span(self, span: Span | None) -> None:
+        """Write through to host, or keep the span for a test that saves by hand."""
+        if span is None:
+            return
+        if self.save == "through":
+            self.begin("save", self.cache.begin_save(span))
+        else:
+            self.spans.append(span)
 
     def begin(self, kind: str, operation: Operation | None) -> int | None:
         if operation is None:

@@ -10,7 +10,7 @@ import pytest
 from sapwood.cache import BlockStored, HybridPrefixCache, Namespace, token_bytes
 
 from .driver import BASE, Engine, Request, full, state, toks, window
-from .stories import PAGE, all_free, compute, crowd, engine_of, hit, newcomer, owned, step
+from .stories import PAGE, all_free, crowd, engine_of, hit, newcomer, owned, step
 
 WIDE = 400  # a window that sees everything in these stories
 

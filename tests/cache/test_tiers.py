@@ -11,8 +11,20 @@ import pytest
 from sapwood.cache import BlockStored, Namespace
 
 from .driver import BASE, Engine, full, state, toks, window
-from .stories import all_free, compute, crowd, empty_device, engine_of, hit, leave, newcomer, owned, save, step
-from .stories import write_back as write
+from .stories import (
+    all_free,
+    compute,
+    crowd,
+    empty_device,
+    engine_of,
+    hit,
+    leave,
+    newcomer,
+    owned,
+    save,
+    step,
+    write_back,
+)
 
 ADAPTER = Namespace(adapter=b"a" * 32)
 
@@ -33,7 +45,7 @@ def transfers(engine: Engine) -> dict[str, int]:
 def on_host(engine: Engine, seed: int, tokens: int, ns: Namespace = BASE) -> list[int]:
     """A prompt that was computed and written back."""
     prompt = toks(seed, tokens)
-    write(engine, compute(engine, f"made {seed}", prompt, ns))
+    write_back(engine, compute(engine, f"made {seed}", prompt, ns))
     return prompt
 
 
@@ -58,7 +70,7 @@ def test_t14_a_save_does_not_evict_the_prefix_it_extends():
     assert engine.pages("full", "host")["free"] == 0
 
     longer = prefix + toks(3, 12)
-    write(engine, compute(engine, "longer", longer))
+    write_back(engine, compute(engine, "longer", longer))
     assert hit(engine, longer).depth == 7
     empty_device(engine)
     assert hit(engine, longer).boundary == 7, "the prefix is there, or what follows it would be worth nothing"
@@ -184,7 +196,7 @@ def test_t16_a_late_save_lands_under_its_own_hashes_and_namespace(layout, ns, me
     if meanwhile == "ended":
         engine.abort("ann")
     elif meanwhile == "split":
-        engine.run("bob", prompt[:8] + toks(2, 9), ns=ns)
+        compute(engine, "bob", prompt[:8] + toks(2, 9), ns)
     else:
         while ann.real < 25:
             step(engine)
@@ -215,7 +227,7 @@ def test_t16_the_span_that_is_handed_on_for_a_backup_covers_what_was_saved(layou
     prompt = toks(1, 17)
     spans = compute(engine, "ann", prompt)
     operations = [operation for span in spans if (operation := engine.cache.begin_save(span))]
-    engine.run("bob", prompt[:8] + toks(2, 9))
+    compute(engine, "bob", prompt[:8] + toks(2, 9))
     covered = set()
     for operation in operations:
         engine.double.start("save", operation)
@@ -268,7 +280,7 @@ def test_t16_a_failed_save_frees_and_shows_nothing_and_can_be_tried_again(layout
     assert transfers(engine)["saves_failed"] == transfers(engine)["saves"] > 0 == transfers(engine)["pages_saved"]
     for group in engine.cache.groups:
         assert engine.pages(group.name, "host")["free"] == group.host_pages
-    write(engine, spans)
+    write_back(engine, spans)
     assert transfers(engine)["pages_saved"] > 0
     empty_device(engine)
     assert engine.run("again", prompt).cached == 16
@@ -406,7 +418,10 @@ def test_t18_a_failed_load_fails_for_all_who_wait_and_they_compute(layout):
 
 def two_loads(engine: Engine) -> tuple[list[int], int, int]:
     """ann loads a prefix, bob joins her and loads what follows it: the numbers of the upper and the lower load."""
-    prompt = only_on_host(engine, 1, 17)
+    prompt = toks(1, 17)
+    write_back(engine, compute(engine, "short", prompt[:9]))
+    write_back(engine, compute(engine, "long", prompt))
+    empty_device(engine)
     engine.submit("ann", prompt[:9], 2)
     engine.plan()
     engine.submit("bob", prompt, 2)
@@ -424,15 +439,8 @@ def test_t18_a_longer_prompt_joins_and_loads_only_the_rest(layout, order):
     Mutation: `Transfers._must_wait` is gone (full pages would be on the device without those above them).
     """
     engine = engine_of(*LAYOUTS[layout](), seed=7)
-    prompt = toks(1, 17)
-    write(engine, compute(engine, "short", prompt[:9]))
-    write(engine, compute(engine, "long", prompt))
-    empty_device(engine)
-    ann = engine.submit("ann", prompt[:9], 2)
-    engine.plan()
-    bob = engine.submit("bob", prompt, 2)
-    engine.plan()
-    upper, lower = engine.operations
+    prompt, upper, lower = two_loads(engine)
+    ann, bob = engine.requests["ann"], engine.requests["bob"]
     pages = engine.double.transfers[lower][1]
     assert pages.start_page == 2 and len(pages.pages["full"][0]) == 2, "only what nobody brings already"
     assert transfers(engine)["loads_joined"] >= 1
@@ -456,15 +464,8 @@ def test_t18_the_upper_load_fails_and_the_lower_is_given_up_with_it(layout, orde
     Mutation: `Transfers._closed_above` always says yes.
     """
     engine = engine_of(*LAYOUTS[layout](), seed=7)
-    prompt = toks(1, 17)
-    write(engine, compute(engine, "short", prompt[:9]))
-    write(engine, compute(engine, "long", prompt))
-    empty_device(engine)
-    ann = engine.submit("ann", prompt[:9], 2)
-    engine.plan()
-    bob = engine.submit("bob", prompt, 2)
-    engine.plan()
-    upper, lower = engine.operations
+    prompt, upper, lower = two_loads(engine)
+    ann, bob = engine.requests["ann"], engine.requests["bob"]
     for op in (upper, lower) if order == "upper first" else (lower, upper):
         engine.land(op, ok=op == lower)
     assert hit(engine, prompt, host=False).boundary == 0

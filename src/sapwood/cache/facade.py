@@ -276,14 +276,15 @@ class HybridPrefixCache:
         self._live(lease)
         return self._steps.rewind(lease, position)
 
-    def retract(self, lease: Lease, fill: bytes, computed: int, reading: int | None) -> None:
+    def retract(self, lease: Lease, fill: bytes, computed: int, reading: int | None) -> Span | None:
         """Take a lease away from a request that will come back: like `finish_request`."""
         self._tally["retracted"] += 1
-        self.finish_request(lease, fill, computed, reading)
+        return self.finish_request(lease, fill, computed, reading)
 
-    def finish_request(self, lease: Lease, fill: bytes, computed: int, reading: int | None) -> None:
+    def finish_request(self, lease: Lease, fill: bytes, computed: int, reading: int | None) -> Span | None:
         """The request ends after `computed` tokens. `fill` are the tokens of whole computed pages that are not
-        published yet. `reading` is the newest step in flight with one of its rows, or None."""
+        published yet. `reading` is the newest step in flight with one of its rows, or None. Returns what of it
+        was never offered for saving."""
         self._live(lease)
         pages, rest = divmod(len(fill), self._tree.page_bytes)
         if rest:
@@ -294,7 +295,9 @@ class HybridPrefixCache:
             if self._tree.slots:
                 self._snapshots.publish_state(lease, computed)
         del self._leases[lease]
+        span = self._publisher.leftover(lease)
         self._steps.end(lease, reading)
+        return span
 
     # ---- transfers
 

@@ -10,7 +10,7 @@ from .lease import Holder, Lease
 from .match import Matcher
 from .node import Node
 from .path import Path
-from .pool import FLIGHT, LEASE
+from .pool import FLIGHT, LEASE, PagePool
 from .tree import Tree
 
 
@@ -30,6 +30,9 @@ class Follower:
     def _give_up(self, lease: Lease, g: int, low: int, high: int) -> None:
         tree = self.tree
         pool = tree.pools[DEVICE][g]
+        if high - low == 1 and not lease.own:
+            self._give_up_one(lease, g, low, pool)
+            return
         table = np.frombuffer(lease.tables[g], np.int32)
         split = min(max(lease.upto[g], low), high)
         mine = [lease.own.pop((g, c)) for c in range(low, split) if (g, c) in lease.own] if lease.own else []
@@ -45,6 +48,25 @@ class Follower:
             if not lease.detached:
                 tree.requeue(lease.node, DEVICE, g, low, split)
         pool.release(private[private != 0], LEASE)
+
+    def _give_up_one(self, lease: Lease, g: int, column: int, pool: PagePool) -> None:
+        tree = self.tree
+        table = lease.tables[g]
+        page = int.from_bytes(table[4 * column : 4 * column + 4], "little")
+        if not page:
+            return
+        table[4 * column : 4 * column + 4] = bytes(4)
+        if column >= lease.upto[g]:
+            pool.release(np.array([page], np.int32), LEASE)
+            return
+        pool.unread_one(page)
+        if lease.detached:
+            return
+        node = lease.node
+        while node.start > column:
+            assert node.parent is not None
+            node = node.parent
+        tree.queues[g, DEVICE].add(node, node.device)
 
     def refit(self, lease: Lease, path: Path, boundary: int, depth: int, length: int, held: Flight | None) -> None:
         """Let a lease go on from `boundary` of its own path (all of it on the device), following closed pages to
@@ -106,7 +128,7 @@ class Follower:
         tree = self.tree
         if not tree.slots:
             return
-        old = lease.seed
+        old, place = lease.seed, lease.seed_node
         lease.seed = {}
         lease.opened = False
         lease.seed_node = tree.node_ending(lease.node, boundary) if boundary else None
@@ -115,16 +137,17 @@ class Follower:
             if lease.seed_node is not None:
                 slot = lease.seed_node.device.pages[g]
                 lease.seed[g] = slot
-                pool.read(np.array([slot], np.int32))
+                pool.read_one(slot)
                 lease.seed_node.device.used = tree.now
-        self.unseed(old, lease)
+        self.unseed(old, place)
 
-    def unseed(self, seeds: dict[int, int], lease: Lease) -> None:
+    def unseed(self, seeds: dict[int, int], node: Node | None) -> None:
+        """Stop reading snapshots that stand at the end of `node`."""
         tree = self.tree
         for g, slot in seeds.items():
-            tree.pools[DEVICE][g].unread(np.array([slot], np.int32))
-            if not lease.detached:
-                tree.requeue(lease.node, DEVICE, g, 0, lease.depth)
+            tree.pools[DEVICE][g].unread_one(slot)
+            if node is not None and node.alive:
+                tree.queues[g, DEVICE].add(node, node.device)
 
     def adopt(self, lease: Lease, tokens: bytes, position: int) -> int:
         """Before the next chunk at `position`: take over what others have published since. Returns the new position."""

@@ -120,6 +120,7 @@ class Lease:
         "tables",
         "tokens",
         "uncopied",
+        "unsaved",
         "upto",
         "waits",
         "wanted",
@@ -154,6 +155,7 @@ class Lease:
         self.start = 0
         self.cached = 0
         self.rolling = 0  # page end of the checkpoint that the next one replaces
+        self.unsaved = depth  # the first page of its path that it has not offered for saving
         self.writes = True
         self.detached = False
         self.ended = False

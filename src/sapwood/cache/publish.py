@@ -16,6 +16,7 @@ from .path import agree
 from .pool import LEASE, TREE, Ids
 from .tree import Tree, as_ids
 
+_SAVE_PAGES = 16  # generated pages that are offered for saving together
 _THAW_BYTES = 65536  # a resting edge longer than this gets a child instead of being copied to grow
 
 
@@ -40,7 +41,7 @@ class Publisher:
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
         self.replaced: list[Replaced] = []
-        self.real: list[Span] = []
+        self.real: dict[Lease, Span] = {}  # what the events of a step have made real, for saving
 
     def publish(
         self, lease: Lease, tokens: bytes | bytearray, base: int, upto: int, flight: Flight | None, oldest: int
@@ -64,7 +65,7 @@ class Publisher:
                 own = min((column for _, column in duplicates), default=upto)
                 lease.depends(flight.step, min(promise.low, own), oldest)
         else:
-            self.became_real(lease.node, first, upto, fills)
+            self.became_real(lease, lease.node, first, upto, fills)
         return duplicates
 
     def publish_rows(self, leases: Sequence[Lease], pages: bytes) -> list[tuple[Lease, list[tuple[int, int]]]]:
@@ -76,7 +77,7 @@ class Publisher:
         size = tree.page_bytes
         closed, loose = tree.closed, tree.loose
         moved: dict[int, list[bytearray]] = {g: [] for g in closed + loose}
-        fallen = []
+        fallen: list[tuple[Lease, list[tuple[int, int]]]] = []
         quiet = not (tree.hashing or tree.has_host)
         for at, lease in enumerate(leases):
             if lease.detached or not lease.writes:
@@ -115,7 +116,7 @@ class Publisher:
                 lease.upto[g] = depth + 1
             lease.depth = depth + 1
             if not quiet:
-                self._row_is_real(node, depth)
+                self._row_is_real(lease, node, depth)
         for g, parts in moved.items():
             if parts:
                 ids = np.frombuffer(b"".join(parts), np.int32)
@@ -125,16 +126,17 @@ class Publisher:
                     pool.add_readers(ids)
         return fallen
 
-    def _row_is_real(self, node: Node, depth: int) -> None:
+    def _row_is_real(self, lease: Lease, node: Node, depth: int) -> None:
+        """Generated pages are offered for saving a few at a time; what is left goes with the end of the lease."""
         tree = self.tree
         if tree.announcing:
             tell_stored(tree, node, DEVICE, depth, depth + 1)
         elif tree.hashing:
             hash_path(tree, node, depth, depth + 1)
-        if tree.has_host:
-            self.real.append(Span(depth, depth + 1, node))
+        if tree.has_host and depth + 1 - lease.unsaved >= _SAVE_PAGES:
+            self.offer(lease, lease.unsaved, depth + 1, node)
 
-    def became_real(self, node: Node, first: int, last: int, fills: list[Fill]) -> None:
+    def became_real(self, lease: Lease, node: Node, first: int, last: int, fills: list[Fill]) -> None:
         """Pages of the path to `node` have been computed: hash and announce them, and offer them for saving."""
         tree = self.tree
         if tree.announcing:
@@ -149,17 +151,41 @@ class Publisher:
         elif tree.hashing and first < last:
             hash_path(tree, node, first, last)
         if tree.has_host:
-            low = min([first, *(int(fill.columns[0]) for fill in fills)])
-            if low < last:
-                self.real.append(Span(low, last, node))
+            for fill in fills:
+                first = min(first, int(fill.columns[0]))
+            if first < last:
+                self.offer(lease, first, last, node)
 
-    def snapshot_is_real(self, node: Node, groups: list[int]) -> None:
+    def leftover(self, lease: Lease) -> Span | None:
+        """What a lease that ends has made real and not offered yet."""
+        offered = self.real.pop(lease, None)
+        if not self.tree.has_host or lease.detached or not lease.writes:
+            return None
+        first = lease.unsaved if offered is None else offered.first
+        return Span(first, lease.depth, lease.node) if first < lease.depth else None
+
+    def take(self) -> tuple[list[Span], list[Replaced]]:
+        """What has become real, and which table entries have changed, since the last time."""
+        real, replaced = list(self.real.values()), self.replaced
+        self.real, self.replaced = {}, []
+        return real, replaced
+
+    def offer(self, lease: Lease, first: int, last: int, node: Node) -> None:
+        """Pages [first, last) of the path to `node` can be saved: one span a lease and step."""
+        before = self.real.get(lease)
+        if before is not None:
+            node = before.node if before.last > last else node
+            first, last = min(first, before.first), max(last, before.last)
+        self.real[lease] = Span(first, last, node)
+        lease.unsaved = max(lease.unsaved, last)
+
+    def snapshot_is_real(self, lease: Lease, node: Node, groups: list[int], rolling: bool) -> None:
         """A snapshot of `groups` at the end of `node` can be used, announced if events speak of it, and saved."""
         tree = self.tree
         if tree.announcing and tree.told in groups:
             tell_stored(tree, node, DEVICE, node.end - 1, node.end)
-        if tree.has_host:
-            self.real.append(Span(node.end - 1, node.end, node))
+        if tree.has_host and not rolling:
+            self.offer(lease, node.end - 1, node.end, node)
 
     # ---- closed groups
 
@@ -328,5 +354,11 @@ class Publisher:
 
 def runs(columns: Ids) -> list[tuple[int, int]]:
     """Sorted columns as ranges."""
+    n = len(columns)
+    if not n:
+        return []
+    first, last = int(columns[0]), int(columns[-1]) + 1
+    if last - first == n:
+        return [(first, last)]
     breaks = (np.diff(columns) != 1).nonzero()[0] + 1
     return [(int(part[0]), int(part[-1]) + 1) for part in np.split(columns, breaks) if len(part)]

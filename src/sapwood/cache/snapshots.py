@@ -12,6 +12,7 @@ from .flight import Flight, Snapshot
 from .follow import Follower
 from .group import DEVICE
 from .lease import Holder, Lease, PageCopy
+from .node import Node
 from .pool import FLIGHT, LEASE
 from .publish import Publisher
 from .room import Room
@@ -49,7 +50,7 @@ class Snapshots:
                 node = lease.seed_node
                 assert node is not None
                 flight.holders.append(Holder(tree, node, (DEVICE,), (node.end - 1, node.end), ids))
-                self.follower.unseed(lease.seed, lease)
+                self.follower.unseed(lease.seed, lease.seed_node)
                 lease.seed = {}
         if lease.source is not None:
             for (_, g), page in lease.source.pages.items():
@@ -67,13 +68,14 @@ class Snapshots:
         if not tree.slots or lease.detached or not lease.writes:
             return []
         need = dict.fromkeys(tree.slots, 1)
-        old = self._rolling_slots(lease)
+        place = self._rolling_node(lease)
+        old = {} if place is None else {g: place.device.pages[g] for g in tree.slots if place.device.pages[g]}
         for g, slot in old.items():  # never evict the last checkpoint to make the next: that one may fail
-            tree.pools[DEVICE][g].read(np.array([slot], np.int32))
+            tree.pools[DEVICE][g].read_one(slot)
         fits = room.can_make(DEVICE, need)
         if fits:
             room.make(DEVICE, need)
-        self.follower.unseed(old, lease)
+        self.follower.unseed(old, place)
         if not fits:
             self.counts["checkpoints_skipped"] += 1
             self._skip_cut(lease, page)
@@ -85,13 +87,14 @@ class Snapshots:
             PageCopy(tree.groups[g].name, lease.working[g], slot, tree.page_size, "after") for g, slot in slots.items()
         ]
 
-    def _rolling_slots(self, lease: Lease) -> dict[int, int]:
+    def _rolling_node(self, lease: Lease) -> Node | None:
+        """Where the checkpoint stands that the next one replaces, if it is still there."""
         if not lease.rolling or lease.rolling > lease.depth:
-            return {}
-        for node, _, last in self.tree.cover(lease.node, lease.rolling - 1, lease.rolling):
-            if last == node.n:
-                return {g: node.device.pages[g] for g in self.tree.slots if node.device.pages[g]}
-        return {}
+            return None
+        at: Node | None = lease.node
+        while at is not None and at.start >= lease.rolling:
+            at = at.parent
+        return at if at is not None and at.start + at.n == lease.rolling else None
 
     def land(self, snapshot: Snapshot) -> None:
         """The step is done: its checkpoint is real, if the pages below it were published."""
@@ -101,19 +104,18 @@ class Snapshots:
                 tree.pools[DEVICE][g].release(np.array([slot], np.int32), FLIGHT)
             self.counts["snapshots_lost"] += 1
             return
-        old = self._rolling_slots(lease) if snapshot.rolling else {}
-        before = lease.rolling
+        old = self._rolling_node(lease) if snapshot.rolling and lease.rolling != snapshot.page else None
         node = tree.node_ending(lease.node, snapshot.page)
         kept = [g for g, slot in snapshot.slots.items() if put_slot(tree, node, DEVICE, g, slot)]
-        self.publisher.snapshot_is_real(node, kept)
+        self.publisher.snapshot_is_real(lease, node, kept, snapshot.rolling)
         self._skip_cut(lease, snapshot.page)
         if snapshot.rolling:
             lease.rolling = snapshot.page
-            if old and before != snapshot.page:
-                last = tree.node_ending(lease.node, before)
-                for g, slot in old.items():
-                    if not tree.pools[DEVICE][g].readers[slot]:
-                        tree.drop_slot(last, DEVICE, g)
+            for g in tree.slots if old is not None else ():
+                assert old is not None
+                slot = old.device.pages[g]
+                if slot and not tree.pools[DEVICE][g].readers[slot]:
+                    tree.drop_slot(old, DEVICE, g)
 
     def _skip_cut(self, lease: Lease, page: int) -> None:
         """Nobody need wait for a snapshot at `page` any more."""
@@ -148,4 +150,4 @@ class Snapshots:
             if put_slot(tree, node, DEVICE, g, slot):
                 kept.append(g)
         self.counts["states_published"] += 1
-        self.publisher.snapshot_is_real(node, kept)
+        self.publisher.snapshot_is_real(lease, node, kept, False)

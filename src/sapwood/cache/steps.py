@@ -68,7 +68,7 @@ class Steps:
                     if not promise.lease.root.hooked:
                         continue
                     unmark(tree, promise)
-                    self.publisher.became_real(promise.node, promise.first, promise.last, promise.fills)
+                    self.publisher.became_real(promise.lease, promise.node, promise.first, promise.last, promise.fills)
                 tree.promises -= len(flight.promises)
                 self.unsettled += [(p.lease, p.duplicates) for p in flight.promises if p.duplicates]
                 for snapshot in flight.snapshots:
@@ -78,8 +78,7 @@ class Steps:
             for lease, duplicates in self.unsettled:
                 self.publisher.settle(lease, duplicates)
             self.unsettled = []
-        real, replaced = self.publisher.real, self.publisher.replaced
-        self.publisher.real, self.publisher.replaced = [], []
+        real, replaced = self.publisher.take()
         self.counts["duplicates_freed"] += len(replaced)
         return Commit(real, replaced)
 
@@ -275,7 +274,7 @@ class Steps:
             tree.pools[DEVICE][g].release(lease.private(g), owner)
         for g, slot in lease.working.items():
             tree.pools[DEVICE][g].release(np.array([slot], np.int32), owner)
-        self.follower.unseed(lease.seed, lease)
+        self.follower.unseed(lease.seed, None if lease.detached else lease.seed_node)
         if lease.source is not None:
             lease.source.let_go(tree)
         for g in tree.loose + (tree.closed if lease.detached else []):

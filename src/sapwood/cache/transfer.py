@@ -93,21 +93,19 @@ class Transfers:
             return None
         first = min(int(columns[0]) for columns, _ in found.values())
         last = max(int(columns[-1]) for columns, _ in found.values()) + 1
-        held = {(DEVICE, g): ids for g, (_, ids) in found.items()}
-        holder = Holder(tree, node, (DEVICE, HOST), (first, last), held)
+        holder = Holder(tree, node, (DEVICE, HOST), (first, last), {(DEVICE, g): ids for g, (_, ids) in found.items()})
         need = {g: len(ids) for g, (_, ids) in found.items()}
-        if not self.room.can_make(HOST, need):
-            holder.let_go(tree)
-            self.counts["saves_skipped"] += 1
-            return None
-        self.room.make(HOST, need)
+        if not self.room.has(HOST, need):
+            if not self.room.can_make(HOST, need):
+                holder.let_go(tree)
+                self.counts["saves_skipped"] += 1
+                return None
+            self.room.make(HOST, need)
         parts: Parts = {}
         for g, (columns, ids) in found.items():
-            sources, targets = np.zeros(last - first, np.int32), np.zeros(last - first, np.int32)
-            sources[columns - first] = ids
-            targets[columns - first] = tree.pools[HOST][g].allocate(len(ids), FLIGHT)
+            targets = tree.pools[HOST][g].allocate(len(ids), FLIGHT)
             self.saving[g][ids] = True
-            parts[g] = (sources, targets)
+            parts[g] = (spread(columns, ids, first, last), spread(columns, targets, first, last))
         return self._begin(HOST, node, first, last, parts, holder)
 
     def _to_save(self, span: Span) -> dict[int, tuple[Ids, Ids]]:
@@ -115,70 +113,85 @@ class Transfers:
         tree = self.tree
         found: dict[int, list[tuple[Ids, Ids]]] = {}
         for node, low, high in reversed(tree.cover(span.node, span.first, min(span.last, span.node.end))):
-            assert node.host is not None
+            host = node.host
+            assert host is not None
             for g in self.savable:
-                if g in tree.slots:
-                    slot = node.device.pages[g]
-                    if slot and high == node.n and not node.host.pages[g] and not self.saving[g][slot]:
-                        found.setdefault(g, []).append((np.array([node.end - 1], np.int32), np.array([slot], np.int32)))
-                    continue
                 pages = node.device.pages[g]
                 if not pages:
                     continue
-                ids = np.frombuffer(bytes(pages), np.int32)[low:high]
-                want = (ids != 0) & ~self.saving[g][ids]
-                if g in tree.closed:
-                    want[: max(0, node.host.count - low)] = False
-                elif node.host.pages[g] is not None:
-                    want &= np.frombuffer(bytes(node.host.pages[g]), np.int32)[low:high] == 0
-                if node.promised:
-                    for promise in node.promised:
-                        for at in want.nonzero()[0].tolist():
-                            if promise.covers(g, node.start + low + at, g in tree.closed):
-                                want[at] = False
-                at = want.nonzero()[0]
-                if len(at):
-                    found.setdefault(g, []).append(((at + (node.start + low)).astype(np.int32), ids[at]))
+                if g in tree.slots:
+                    if high == node.n and not host.pages[g] and not self.saving[g][pages]:
+                        found.setdefault(g, []).append(
+                            (np.array([node.end - 1], np.int32), np.array([pages], np.int32))
+                        )
+                    continue
+                first = max(low, host.count) if g in tree.closed else low
+                if first < high:
+                    ids = np.frombuffer(bytes(pages[4 * first : 4 * high]), np.int32)
+                    at = self._unsaved(node, g, first, ids)
+                    if at is None:
+                        columns = np.arange(node.start + first, node.start + high, dtype=np.int32)
+                    else:
+                        columns, ids = (at + (node.start + first)).astype(np.int32), ids[at]
+                    if len(ids):
+                        found.setdefault(g, []).append((columns, ids))
         return {
-            g: (np.concatenate([c for c, _ in got]), np.concatenate([i for _, i in got])) for g, got in found.items()
+            g: got[0] if len(got) == 1 else (np.concatenate([c for c, _ in got]), np.concatenate([i for _, i in got]))
+            for g, got in found.items()
         }
+
+    def _unsaved(self, node: Node, g: int, first: int, ids: Ids) -> npt.NDArray[np.intp] | None:
+        """Which of `ids`, the device pages of `node` from `first` on, should be saved. None: all of them."""
+        tree = self.tree
+        host = tree.copy_in(node, HOST)
+        loose = g in tree.loose
+        busy = self.saving[g][ids]
+        holes = loose and not ids.all()
+        there = loose and host.pages[g] is not None
+        if 1 not in busy.tobytes() and not holes and not there and not node.promised:
+            return None
+        want = (ids != 0) & ~busy
+        if there:
+            want &= np.frombuffer(bytes(host.pages[g]), np.int32)[first : first + len(ids)] == 0
+        for promise in node.promised or ():
+            for at in want.nonzero()[0].tolist():
+                if promise.covers(g, node.start + first + at, not loose):
+                    want[at] = False
+        columns: npt.NDArray[np.intp] = want.nonzero()[0]
+        return columns
 
     def save_done(self, op: int, ok: bool) -> Span | None:
         """The save is over. Returns what host has now, for a backup, or None if it failed or has nowhere to go."""
         transfer = self._end(op, HOST)
         tree = self.tree
         for g, (sources, _) in transfer.parts.items():
-            self.saving[g][sources[sources != 0]] = False
+            self.saving[g][sources] = False
         if not ok or transfer.holder.detached:
             self.counts["saves_failed"] += not ok
             self._free_targets(transfer)
             self._let_go(transfer)
             return None
-        stored: set[int] = set()
         for g, (_, targets) in transfer.parts.items():
-            columns = targets.nonzero()[0].astype(np.int32) + np.int32(transfer.first)
-            ids = targets[targets != 0]
-            self.counts["pages_saved"] += len(ids)
-            if g in tree.loose:
-                kept = self._land_loose(transfer.node, HOST, g, columns, ids)
-            elif g in tree.slots:
-                kept = self._land_slot(transfer.node, HOST, g, columns, ids)
+            kept: list[tuple[int, int]] = []
+            if g not in tree.closed:
+                columns = targets.nonzero()[0].astype(np.int32)
+                ids = targets[columns]
+                land = self._land_slot if g in tree.slots else self._land_loose
+                kept = land(transfer.node, HOST, g, columns + np.int32(transfer.first), ids)
             elif g == tree.closed[0]:
                 kept = self._land_closed_on_host(transfer)
-            else:
-                continue
             if g == tree.told:
-                stored = set(kept)
+                self._announce(transfer.node, HOST, kept)
+            self.counts["pages_saved"] += sum(high - low for low, high in kept)
         for node, _, _ in tree.cover(transfer.node, transfer.first, transfer.last):
             tree.copy_in(node, HOST).used = tree.now
-        self._announce(transfer.node, HOST, stored)
         self._let_go(transfer)
         return Span(transfer.first, transfer.last, transfer.node)
 
-    def _land_closed_on_host(self, transfer: Transfer) -> list[int]:
+    def _land_closed_on_host(self, transfer: Transfer) -> list[tuple[int, int]]:
         """Host copies of closed groups: the first pages of each node. A gap before them becomes a node of its own."""
         tree = self.tree
-        kept: list[int] = []
+        kept: list[tuple[int, int]] = []
         targets = transfer.parts[tree.closed[0]][1]
         for low, high in reversed(runs(targets.nonzero()[0].astype(np.int32) + np.int32(transfer.first))):
             for node, first, last in tree.cover(transfer.node, low, high):
@@ -197,7 +210,7 @@ class Transfers:
                     tree.pools[HOST][g].move(ids, FLIGHT, TREE)
                     pages[g] = ids.tobytes()
                 tree.put_closed(node, HOST, pages)
-                kept += range(a, b)
+                kept.append((a, b))
         return kept
 
     def _free_columns(self, transfer: Transfer, low: int, high: int) -> None:
@@ -229,10 +242,8 @@ class Transfers:
         holder = Holder(tree, node, (DEVICE, HOST), (first, last), held)
         parts: Parts = {}
         for g, (columns, ids) in wanted.items():
-            sources, targets = np.zeros(last - first, np.int32), np.zeros(last - first, np.int32)
-            sources[columns - first] = ids
-            targets[columns - first] = tree.pools[DEVICE][g].allocate(len(ids), FLIGHT)
-            parts[g] = (sources, targets)
+            targets = tree.pools[DEVICE][g].allocate(len(ids), FLIGHT)
+            parts[g] = (spread(columns, ids, first, last), spread(columns, targets, first, last))
         operation = self._begin(DEVICE, node, first, last, parts, holder)
         transfer = self.pending[operation.op]
         transfer.waiters.append(lease)
@@ -312,7 +323,7 @@ class Transfers:
 
     def _land_on_device(self, transfer: Transfer, waiters: list[Lease]) -> None:
         tree = self.tree
-        stored: set[int] = set()
+        stored: list[tuple[int, int]] = []
         closed = [g for g in tree.closed if g in transfer.parts]
         if closed:
             for node, first, last in reversed(tree.cover(transfer.node, transfer.first, transfer.last)):
@@ -331,16 +342,16 @@ class Transfers:
                 tree.put_closed(node, DEVICE, pages)
                 self.counts["pages_loaded"] += last - first
                 if tree.told in closed:
-                    stored.update(range(a, b))
+                    stored.append((a, b))
         for g, (_, targets) in transfer.parts.items():
             if g in tree.closed:
                 continue
             columns = targets.nonzero()[0].astype(np.int32) + np.int32(transfer.first)
             land = self._land_slot if g in tree.slots else self._land_loose
             kept = land(transfer.node, DEVICE, g, columns, targets[targets != 0])
-            self.counts["pages_loaded"] += len(kept)
+            self.counts["pages_loaded"] += sum(high - low for low, high in kept)
             if g == tree.told:
-                stored.update(kept)
+                stored += kept
             for lease in waiters:
                 self._take(lease, g)
         for lease in waiters:
@@ -421,41 +432,65 @@ class Transfers:
         for g, (_, targets) in transfer.parts.items():
             self.tree.pools[transfer.tier][g].release(targets[targets != 0], FLIGHT)
 
-    def _land_loose(self, node: Node, tier: int, g: int, columns: Ids, ids: Ids) -> list[int]:
-        """Put pages into the holes of a path; where one was filled meanwhile, free. Returns the filled columns."""
+    def _land_loose(self, node: Node, tier: int, g: int, columns: Ids, ids: Ids) -> list[tuple[int, int]]:
+        """Put pages into the holes of a path; where one was filled meanwhile, free. Returns the filled ranges."""
         tree = self.tree
         pool = tree.pools[tier][g]
-        kept: list[int] = []
-        for at, low, high in tree.cover(node, int(columns[0]), int(columns[-1]) + 1):
+        kept: list[tuple[int, int]] = []
+        first, last = int(columns[0]), int(columns[-1]) + 1
+        for at, low, high in tree.cover(node, first, last):
             copy = tree.copy_in(at, tier)
-            inside = (columns >= at.start + low) & (columns < at.start + high)
-            where, pages = columns[inside] - at.start, ids[inside]
-            if not len(where):
-                continue
+            if last - first == len(columns):
+                a = at.start + low - first
+                where, pages = np.arange(low, high, dtype=np.int32), ids[a : a + high - low]
+            else:
+                inside = (columns >= at.start + low) & (columns < at.start + high)
+                where, pages = columns[inside] - at.start, ids[inside]
+                if not len(where):
+                    continue
             if copy.pages[g] is None:
                 copy.pages[g] = bytearray(4 * at.n)
             view = np.frombuffer(copy.pages[g], np.int32)
-            new: npt.NDArray[np.bool_] = view[where] == 0
-            view[where[new]] = pages[new]
-            pool.move(pages[new], FLIGHT, TREE)
-            pool.idle += int(new.sum())
-            pool.release(pages[~new], FLIGHT)
+            taken = view[where]
+            if taken.any():
+                pool.release(pages[taken != 0], FLIGHT)
+                where, pages = where[taken == 0], pages[taken == 0]
+            view[where] = pages
+            pool.move(pages, FLIGHT, TREE)
+            pool.idle += len(pages)
             tree.queues[g, tier].add(at, copy)
-            kept += (where[new] + at.start).tolist()
+            kept += [(x + at.start, y + at.start) for x, y in runs(where)]
         return kept
 
-    def _land_slot(self, node: Node, tier: int, g: int, columns: Ids, ids: Ids) -> list[int]:
+    def _land_slot(self, node: Node, tier: int, g: int, columns: Ids, ids: Ids) -> list[tuple[int, int]]:
         kept = []
         for column, slot in zip(columns.tolist(), ids, strict=True):
             at = self.tree.node_ending(node, column + 1)
             if put_slot(self.tree, at, tier, g, int(slot)):
-                kept.append(column)
+                kept.append((column, column + 1))
         return kept
 
-    def _announce(self, node: Node, tier: int, columns: set[int]) -> None:
-        if self.tree.announcing and columns:
-            for low, high in runs(np.array(sorted(columns), np.int32)):
-                tell_stored(self.tree, node, tier, low, high)
+    def _announce(self, node: Node, tier: int, ranges: list[tuple[int, int]]) -> None:
+        """Tell of ranges that came, those nearest the root first, neighbours in one breath."""
+        if not self.tree.announcing or not ranges:
+            return
+        ranges.sort()
+        first, last = ranges[0]
+        for low, high in ranges[1:]:
+            if low != last:
+                tell_stored(self.tree, node, tier, first, last)
+                first = low
+            last = high
+        tell_stored(self.tree, node, tier, first, last)
+
+
+def spread(columns: Ids, ids: Ids, first: int, last: int) -> Ids:
+    """`ids` at their columns in an array for the pages [first, last), 0 elsewhere."""
+    if len(ids) == last - first:
+        return ids
+    array = np.zeros(last - first, np.int32)
+    array[columns - first] = ids
+    return array
 
 
 def put_slot(tree: Tree, node: Node, tier: int, g: int, slot: int) -> bool:

@@ -271,7 +271,7 @@ class Tree:
                     self._shelve(at, copy, tier)
             at = at.parent
         if at is not node and not node.children:
-            if type(node.edge) is bytearray:
+            if type(node.edge) is bytearray and not node.device.holds:
                 self._rest(node)
             self.sweep(node)
 
