@@ -47,7 +47,9 @@ class Chaos:
         groups: tuple[CacheGroup, ...] | None = None,
     ) -> None:
         self.groups = groups or LAYOUTS[layout](device, host)
-        self.engine = Engine(page, *self.groups, events=True, save=save if host else "", seed=seed, every=2)
+        self.engine = Engine(
+            page, *self.groups, events=True, save=save if host else "", seed=seed, every=2, save_pages=1 + seed % 3
+        )
         self.page = page
         self.count = 0
         self.stuck = 0

@@ -53,6 +53,7 @@ class Engine:
         every: int = 1,
         **options: object,
     ) -> None:
+        options.setdefault("save_pages", 1)
         self.cache = HybridPrefixCache(page_size, groups, events=events, hashes=hashes, **options)
         self.double = ContentDouble(page_size, groups, seed)
         self.double.attach(self.cache)

@@ -140,6 +140,8 @@ def test_e01_no_two_namespaces_share_a_hash():
         Namespace(adapter=b"tenant"),
         Namespace(adapter=b"ab", salt="c"),
         Namespace(adapter=b"a", salt="bc"),
+        Namespace(adapter=b"aSb", salt="c"),
+        Namespace(adapter=b"a", salt="bSc"),
         Namespace(salt="tenant", version=3),
     ]
     digests = {digest for ns in spaces for digest in cache.page_hashes(ns, toks(1, 8))}
@@ -176,7 +178,7 @@ def test_e01_block_hashes_are_signed_and_big_endian(head, number):
 def test_e01_stored_from_the_root_down_with_parents():
     """New pages are announced once, root side first, each event naming the block it hangs from.
 
-    Mutation: `tell_stored` does not reverse its parts; `_parent_digest` gives None in the middle of a path.
+    Mutation: `_parent_digest` gives None in the middle of a path.
     """
     engine, router = telling(full(32)), Router()
     prompt = toks(1, 17)
@@ -199,13 +201,34 @@ def test_e01_stored_from_the_root_down_with_parents():
     router.agrees_with(engine)
 
 
+def test_e01_stored_in_order_though_the_path_was_cut_meanwhile():
+    """When a path is cut between its plan and the end of its step, its pages are still announced root side first.
+
+    Mutation: `tell_stored` does not reverse its parts.
+    """
+    engine, router = telling(full(32)), Router()
+    prompt, branch = toks(1, 17), toks(1, 8) + toks(2, 9)
+    engine.submit("first", prompt)
+    engine.submit("branch", branch)
+    step(engine)
+    said = summary(router.listen(engine))
+    assert said == [("stored", "GPU", hashes_of(engine, prompt)), ("stored", "GPU", hashes_of(engine, branch)[2:])]
+    router.agrees_with(engine)
+
+
 def test_e01_generated_pages_are_announced_as_they_fill():
-    """Pages that fill while decoding are announced one by one, each below the one before.
+    """Pages that fill while decoding, two steps ahead, are announced one by one, each below the one before.
 
     Mutation: `Publisher._row_is_real` announces nothing.
     """
     engine, router = telling(full(32)), Router()
-    request = engine.run("request", toks(1, 6), max_tokens=12)
+    request = engine.submit("request", toks(1, 6), max_tokens=12)
+    step(engine)
+    assert engine.plan() and engine.plan()
+    while not request.ended:
+        engine.plan()
+        engine.done()
+    engine.settle()
     said = router.listen(engine)
     assert [block for event in said for block in event.block_hashes] == hashes_of(engine, request.tokens[:17])
     assert [event.token_ids for event in said][1:] == [request.tokens[at : at + 4] for at in (4, 8, 12)]

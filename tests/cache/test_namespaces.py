@@ -406,7 +406,7 @@ def test_l12_thousands_of_salts_leave_nothing_behind():
 
 @each_layout
 def test_l12_what_thousands_have_computed_is_bounded_by_the_pool(layout):
-    """Tenants whose pages were evicted to make room are forgotten with their last page, and so are their ghosts in time.
+    """Tenants whose pages were evicted to make room are forgotten with their last page, their ghosts in time.
 
     Mutation: `Tree.prune` does not forget a root that has lost its last child; or `Tree.leave_queues` never throws out
     the entries of nodes that are gone.

@@ -5,10 +5,10 @@ from .explain import Explanation
 from .facade import HybridPrefixCache
 from .families import Family, register_family
 from .group import CacheGroup
-from .lease import Binding, Lease, Match, PageCopy
+from .lease import Binding, Lease, Match, PageCopy, Span
 from .namespace import Namespace
 from .pool import PoolError
-from .publish import Replaced, Span
+from .publish import Replaced
 from .steps import Commit
 from .tokens import token_bytes
 from .transfer import Landed, Operation

@@ -17,6 +17,20 @@ if TYPE_CHECKING:
 
 def tell_stored(tree: Tree, node: Node, tier: int, first: int, last: int) -> None:
     """Announce the pages [first, last) of the path to `node`, all of them real in `tier` since just now."""
+    if first >= node.start:
+        low, high, size = first - node.start, last - node.start, tree.page_bytes
+        hashes = ensure_hashes(node, high, size)
+        tree.events.append(
+            BlockStored(
+                bytes(hashes[32 * low : 32 * high]),
+                _parent_digest(tree, node, low),
+                bytes(node.edge[low * size : high * size]),
+                tree.page_size,
+                MEDIUM[tier],
+                node.root.namespace,
+            )
+        )
+        return
     parts = tree.cover(node, first, last)
     parts.reverse()
     digests: list[bytes] = []

@@ -22,11 +22,11 @@ from .explain import Explanation
 from .follow import Follower
 from .group import DEVICE, HOST, TIERS, CacheGroup, validate_groups, whole_number
 from .hashes import chain
-from .lease import Binding, Lease, Match, PageCopy
+from .lease import Binding, Lease, Match, PageCopy, Span
 from .match import Matcher
 from .namespace import Namespace
 from .pool import LEASE, OWNERS, Ids, PagePool
-from .publish import Publisher, Span
+from .publish import Publisher
 from .room import Room
 from .snapshots import Snapshots
 from .steps import Commit, Steps
@@ -44,7 +44,8 @@ class HybridPrefixCache:
 
     `events` records KV events for `drain_events`; `hashes` computes page hashes even without them (for a store).
     `enabled=False` finds and keeps nothing, with the same interface. `ghost_bytes` bounds the memory of what was
-    evicted, from which `explain` tells.
+    evicted, from which `explain` tells. Real pages are offered for saving in spans of at least `save_pages`, and what
+    is left of a request when it ends.
     """
 
     def __init__(
@@ -56,10 +57,12 @@ class HybridPrefixCache:
         *,
         enabled: bool = True,
         ghost_bytes: int = 1 << 20,
+        save_pages: int = 32,
     ) -> None:
         groups = tuple(groups)
         validate_groups(page_size, groups)
         whole_number("ghost_bytes", ghost_bytes, 0, 1 << 40)
+        whole_number("save_pages", save_pages, 1, 1 << 30)
         self.page_size = page_size
         self.groups = groups
         self.enabled = enabled
@@ -69,7 +72,7 @@ class HybridPrefixCache:
         self._matcher = Matcher(tree)
         self._desk = Desk(tree, self._room, self._transfers)
         self._follower = Follower(tree, self._matcher)
-        self._publisher = Publisher(tree)
+        self._publisher = Publisher(tree, save_pages)
         self._snapshots = Snapshots(tree, self._room, self._follower, self._publisher)
         self._steps = Steps(tree, self._follower, self._publisher, self._snapshots)
         self._leases: dict[Lease, None] = {}
@@ -295,7 +298,7 @@ class HybridPrefixCache:
             if self._tree.slots:
                 self._snapshots.publish_state(lease, computed)
         del self._leases[lease]
-        span = self._publisher.leftover(lease)
+        span, lease.unsaved = lease.unsaved, None
         self._steps.end(lease, reading)
         return span
 

@@ -45,6 +45,14 @@ class Binding:
         return self._root.hooked
 
 
+class Span(NamedTuple):
+    """A frozen handle on pages [first, last) of a path that became real; what `begin_save` takes."""
+
+    first: int
+    last: int
+    node: Node
+
+
 class PageCopy(NamedTuple):
     """Copy the first `tokens` tokens of a page (or a whole state slot) before or after the batch."""
 
@@ -155,7 +163,7 @@ class Lease:
         self.start = 0
         self.cached = 0
         self.rolling = 0  # page end of the checkpoint that the next one replaces
-        self.unsaved = depth  # the first page of its path that it has not offered for saving
+        self.unsaved: Span | None = None  # what it has made real and not offered for saving
         self.writes = True
         self.detached = False
         self.ended = False

@@ -26,6 +26,9 @@ class Matcher:
             return self.nothing(binding, tokens, length, "empty")
         path = tree.walk(root, tokens)
         path.tier = min(tier, path.tier)
+        if path.wrong:  # whoever comes next guesses right: a hint, it changes no answer
+            for node in path.nodes:
+                node.parent.recent = node  # type: ignore[union-attr]
         boundary, limiter = self.boundary(path, length)
         size = tree.page_size
         start = min(boundary * size, length - 1)

@@ -32,13 +32,14 @@ def agree(edge: bytes | bytearray, tokens: bytes, offset: int, page_bytes: int) 
 class Path:
     """Nodes from below the root down; the last may be matched in part. `tier` is the farthest one to read from."""
 
-    __slots__ = ("depth", "nodes", "root", "tier", "tree")
+    __slots__ = ("depth", "nodes", "root", "tier", "tree", "wrong")
 
     def __init__(self, tree: Tree, root: Root, nodes: list[Node], depth: int) -> None:
         self.tree = tree
         self.root = root
         self.nodes = nodes
         self.depth = depth
+        self.wrong = 0  # children that were guessed wrong on the way
         self.tier = HOST if tree.has_host else DEVICE
 
     def deepest_closed(self, limit: int) -> int:

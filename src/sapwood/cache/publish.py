@@ -10,13 +10,12 @@ import numpy as np
 from .announce import hash_path, tell_stored
 from .flight import Fill, Flight, Promise, is_real, mark
 from .group import DEVICE
-from .lease import Lease
+from .lease import Lease, Span
 from .node import Node
 from .path import agree
 from .pool import LEASE, TREE, Ids
 from .tree import Tree, as_ids
 
-_SAVE_PAGES = 16  # generated pages that are offered for saving together
 _THAW_BYTES = 65536  # a resting edge longer than this gets a child instead of being copied to grow
 
 
@@ -29,19 +28,12 @@ class Replaced(NamedTuple):
     page: int
 
 
-class Span(NamedTuple):
-    """A frozen handle on pages [first, last) of a path that became real; what `begin_save` takes."""
-
-    first: int
-    last: int
-    node: Node
-
-
 class Publisher:
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree: Tree, save_pages: int) -> None:
         self.tree = tree
+        self.save_pages = save_pages
         self.replaced: list[Replaced] = []
-        self.real: dict[Lease, Span] = {}  # what the events of a step have made real, for saving
+        self.real: list[Span] = []  # what the events of a step have made real, for saving
 
     def publish(
         self, lease: Lease, tokens: bytes | bytearray, base: int, upto: int, flight: Flight | None, oldest: int
@@ -127,14 +119,13 @@ class Publisher:
         return fallen
 
     def _row_is_real(self, lease: Lease, node: Node, depth: int) -> None:
-        """Generated pages are offered for saving a few at a time; what is left goes with the end of the lease."""
         tree = self.tree
         if tree.announcing:
             tell_stored(tree, node, DEVICE, depth, depth + 1)
         elif tree.hashing:
             hash_path(tree, node, depth, depth + 1)
-        if tree.has_host and depth + 1 - lease.unsaved >= _SAVE_PAGES:
-            self.offer(lease, lease.unsaved, depth + 1, node)
+        if tree.has_host:
+            self.offer(lease, depth, depth + 1, node)
 
     def became_real(self, lease: Lease, node: Node, first: int, last: int, fills: list[Fill]) -> None:
         """Pages of the path to `node` have been computed: hash and announce them, and offer them for saving."""
@@ -156,28 +147,24 @@ class Publisher:
             if first < last:
                 self.offer(lease, first, last, node)
 
-    def leftover(self, lease: Lease) -> Span | None:
-        """What a lease that ends has made real and not offered yet."""
-        offered = self.real.pop(lease, None)
-        if not self.tree.has_host or lease.detached or not lease.writes:
-            return None
-        first = lease.unsaved if offered is None else offered.first
-        return Span(first, lease.depth, lease.node) if first < lease.depth else None
-
     def take(self) -> tuple[list[Span], list[Replaced]]:
         """What has become real, and which table entries have changed, since the last time."""
-        real, replaced = list(self.real.values()), self.replaced
-        self.real, self.replaced = {}, []
+        real, replaced = self.real, self.replaced
+        self.real, self.replaced = [], []
         return real, replaced
 
     def offer(self, lease: Lease, first: int, last: int, node: Node) -> None:
-        """Pages [first, last) of the path to `node` can be saved: one span a lease and step."""
-        before = self.real.get(lease)
-        if before is not None:
-            node = before.node if before.last > last else node
-            first, last = min(first, before.first), max(last, before.last)
-        self.real[lease] = Span(first, last, node)
-        lease.unsaved = max(lease.unsaved, last)
+        """Pages [first, last) of the path to `node` can be saved. Few transfers are better than many, and while the
+        lease runs its pages stay on the device: so short spans wait for more, or for the end of the lease."""
+        waiting = lease.unsaved
+        if waiting is not None:
+            node = waiting.node if waiting.last > last else node
+            first, last = min(first, waiting.first), max(last, waiting.last)
+        if last - first >= self.save_pages or lease.ended:
+            self.real.append(Span(first, last, node))
+            lease.unsaved = None
+        else:
+            lease.unsaved = Span(first, last, node)
 
     def snapshot_is_real(self, lease: Lease, node: Node, groups: list[int], rolling: bool) -> None:
         """A snapshot of `groups` at the end of `node` can be used, announced if events speak of it, and saved."""
@@ -307,6 +294,11 @@ class Publisher:
         for node, first, last in tree.cover(lease.node, low, upto):
             here = mine[node.start + first : node.start + last]
             pages = node.device.pages[g]
+            if pages is None and last - first == node.n and here.all():
+                node.device.pages[g] = lease.tables[g][4 * node.start : 4 * (node.start + last)]
+                columns.append(np.arange(node.start, node.start + last, dtype=np.int32))
+                ids.append(here)
+                continue
             if pages is None:
                 pages = node.device.pages[g] = bytearray(4 * node.n)
             view = np.frombuffer(pages, np.int32)[first:last]
@@ -320,12 +312,12 @@ class Publisher:
                     lease.own[g, node.start + first + at] = int(here[at])
                     duplicates.append((g, node.start + first + at))
         lease.upto[g] = upto
-        filled = np.concatenate(ids[::-1])
+        filled = ids[0] if len(ids) == 1 else np.concatenate(ids[::-1])
         if len(filled):
             pool = tree.pools[DEVICE][g]
             pool.move(filled, LEASE, TREE)
             pool.add_readers(filled)
-            fills.append(Fill(g, np.concatenate(columns[::-1]), filled))
+            fills.append(Fill(g, columns[0] if len(ids) == 1 else np.concatenate(columns[::-1]), filled))
 
     # ---- duplicates
 

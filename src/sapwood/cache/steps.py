@@ -10,9 +10,9 @@ import numpy as np
 from .flight import Flight, unmark, withdraw
 from .follow import Follower
 from .group import DEVICE
-from .lease import Holder, Lease
+from .lease import Holder, Lease, Span
 from .pool import FLIGHT, LEASE, UNHOOKED, Ids
-from .publish import Publisher, Replaced, Span
+from .publish import Publisher, Replaced
 from .snapshots import Snapshots
 from .tree import Tree
 

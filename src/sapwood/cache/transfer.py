@@ -14,11 +14,11 @@ import numpy.typing as npt
 from .announce import tell_stored
 from .flight import note_promises
 from .group import DEVICE, HOST
-from .lease import Holder, Lease
+from .lease import Holder, Lease, Span
 from .namespace import Namespace
 from .node import Node
 from .pool import FLIGHT, TREE, UNHOOKED, Ids
-from .publish import Span, runs
+from .publish import runs
 from .room import Room
 from .tree import Tree
 
@@ -93,20 +93,29 @@ class Transfers:
             return None
         first = min(int(columns[0]) for columns, _ in found.values())
         last = max(int(columns[-1]) for columns, _ in found.values()) + 1
-        holder = Holder(tree, node, (DEVICE, HOST), (first, last), {(DEVICE, g): ids for g, (_, ids) in found.items()})
         need = {g: len(ids) for g, (_, ids) in found.items()}
-        if not self.room.has(HOST, need):
-            if not self.room.can_make(HOST, need):
-                holder.let_go(tree)
-                self.counts["saves_skipped"] += 1
-                return None
-            self.room.make(HOST, need)
+        if not self.room.has(HOST, need) and not self._make_room(node, need):
+            self.counts["saves_skipped"] += 1
+            return None
+        holder = Holder(tree, node, (DEVICE,), (first, last), {(DEVICE, g): ids for g, (_, ids) in found.items()})
         parts: Parts = {}
         for g, (columns, ids) in found.items():
             targets = tree.pools[HOST][g].allocate(len(ids), FLIGHT)
             self.saving[g][ids] = True
             parts[g] = (spread(columns, ids, first, last), spread(columns, targets, first, last))
         return self._begin(HOST, node, first, last, parts, holder)
+
+    def _make_room(self, node: Node, need: dict[int, int]) -> bool:
+        """Evict from host what is least recently used, but nothing of the path that is about to be extended there."""
+        tree = self.tree
+        tree.pin(node, DEVICE)
+        tree.pin(node, HOST)
+        fits = self.room.can_make(HOST, need)
+        if fits:
+            self.room.make(HOST, need)
+        tree.unpin(node, HOST)
+        tree.unpin(node, DEVICE)
+        return fits
 
     def _to_save(self, span: Span) -> dict[int, tuple[Ids, Ids]]:
         """By group: the columns of `span` (and their device pages) that host does not have."""

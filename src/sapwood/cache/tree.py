@@ -126,7 +126,7 @@ class Tree:
         """The deepest path of whole pages that agrees with `tokens`. Compares; never hashes a path, never pins."""
         node = root.top
         nodes: list[Node] = []
-        offset = 0
+        offset = wrong = 0
         page_bytes = self.page_bytes
         matches = tokens.startswith
         while True:
@@ -137,6 +137,7 @@ class Tree:
                 child = node.children.get(tokens[offset : offset + page_bytes])
                 if child is None:
                     break
+                wrong += 1
                 edge = child.edge
                 if not matches(edge, offset):
                     nodes.append(child)
@@ -145,7 +146,9 @@ class Tree:
             nodes.append(child)
             offset += len(child.edge)
             node = child
-        return Path(self, root, nodes, offset // page_bytes)
+        path = Path(self, root, nodes, offset // page_bytes)
+        path.wrong = wrong
+        return path
 
     def path_to(self, node: Node) -> Path:
         """The path that ends with `node`."""
@@ -273,7 +276,8 @@ class Tree:
         if at is not node and not node.children:
             if type(node.edge) is bytearray and not node.device.holds:
                 self._rest(node)
-            self.sweep(node)
+            if not node.device.count:
+                self.sweep(node)
 
     def _rest(self, node: Node) -> None:
         """A growing edge keeps room to grow; one that rests gives it back."""

@@ -32,6 +32,10 @@ class Window(Family):
     def reads(self, start: int) -> tuple[Span, ...]:
         return ((max(0, start - self.window + 1), start),)
 
+    def slid(self, low: int, now: int) -> tuple[list[Span], int]:
+        end = max(0, now - self.window + 1) // self.page_size
+        return ([(low, end)], end) if low < end else ([], low)
+
     def treasures(self) -> int:
         # A whole prompt begins at its last token, one before the boundary: its window reaches one token further back.
         return -(-self.window // self.page_size) + (1 if self.window % self.page_size else 0)
