@@ -1,4 +1,4 @@
-"""What a caller can get wrong: each mistake is a clear error that names the field and the value, and changes nothing."""
+"""What a caller can get wrong: each mistake is a clear error that names field and value, and changes nothing."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ def refused(cache: HybridPrefixCache, message: str, call: Callable[[], object]) 
 
 
 def some_cache(**options) -> HybridPrefixCache:
+    options.setdefault("save_pages", 1)
     return HybridPrefixCache(PAGE, [full(16, 16), window(6, 16, 16), state(8, 8)], **options)
 
 
@@ -178,13 +179,14 @@ def test_group_fields(fields, message):
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, "1"])
-def test_ghost_bytes(value):
-    """A ghost memory of less than nothing is refused with the value.
+@pytest.mark.parametrize("option", ["ghost_bytes", "save_pages"])
+def test_numbers_of_the_cache(option, value):
+    """A ghost memory of less than nothing, or saves of less than a page, are refused with the value.
 
-    Mutation: `HybridPrefixCache` does not look at `ghost_bytes`.
+    Mutation: `HybridPrefixCache` does not look at the option.
     """
-    with pytest.raises(ValueError, match=f"ghost_bytes must be an integer from 0 to .*, got {value!r}"):
-        some_cache(ghost_bytes=value)
+    with pytest.raises(ValueError, match=f"{option} must be an integer from . to .*, got {value!r}"):
+        some_cache(**{option: value})
 
 
 @pytest.mark.parametrize(
@@ -211,7 +213,7 @@ def test_namespace_fields(fields, message):
 
 
 def test_a_salt_that_has_no_bytes():
-    """A salt with half a surrogate pair (JSON can spell one) is refused when the namespace is made, not when it is used.
+    """A salt with half a surrogate pair (JSON can spell one) is refused when the namespace is made, not at first use.
 
     Mutation: `Namespace.__post_init__` does not try to encode the salt.
     """
@@ -400,7 +402,7 @@ def test_a_load_that_is_over():
 
     Mutation: `Transfers._end` keeps the transfer; or does not look which way it goes.
     """
-    cache = HybridPrefixCache(PAGE, [full(4, 16)])
+    cache = HybridPrefixCache(PAGE, [full(4, 16)], save_pages=1)
     lease = admitted(cache, RAW[:36])
     cache.publish(lease, RAW, 2, 1)
     (span,) = cache.step_commit(1).real
@@ -535,7 +537,7 @@ def test_pool_double_release(many):
 
     Mutation: `release` does not look at the owner.
     """
-    pool = pool_of(64)
+    pool = pool_of(100)
     mine, theirs = pool.allocate(many, LEASE), pool.allocate(many, TREE)
     pool.release(mine, LEASE)
     pool_refuses(pool, f"page {mine[0]} belongs to free, not to a lease", lambda: pool.release(mine, LEASE))

@@ -241,7 +241,8 @@ def test_explain_other_namespace_only_for_an_administrator(mine):
 
 
 def test_explain_other_namespace_when_nobody_here_has_sent_more():
-    """A namespace that has served all it ever saw of a prompt does not hide from an administrator that another has more.
+    """A namespace that would serve all it ever saw of a prompt does not hide from an administrator that another has
+    more.
 
     Mutation: `explain` looks elsewhere only if the reason is not `hit`.
     """
@@ -306,7 +307,7 @@ def test_explain_reads_host_copies_as_cached():
 # ---- promised pages
 
 
-@pytest.mark.parametrize("groups", [(full(24),), (window(6, 24),), (full(24), window(6, 24))], ids=["full", "window", "+"])
+@pytest.mark.parametrize("groups", [(full(24),), (window(6, 24),), (full(24), window(6, 24))], ids=["f", "w", "fw"])
 def test_explain_does_not_report_promised_pages(groups):
     """Pages that a step in flight will write are not told as cached, although others may already read them.
 

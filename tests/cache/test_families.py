@@ -237,15 +237,21 @@ def test_f04_no_credit_for_slots_that_are_about_to_be_snapshots():
     all_free(engine)
 
 
-def test_f04_a_pool_of_one_slot_serves_a_second_turn():
-    """A state request needs one slot, so in a pool of one slot it runs also when the slot holds its own snapshot.
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_f04_a_pool_of_one_slot_serves_a_second_turn(where):
+    """A state request needs one slot, so in a pool of one it also runs when its own snapshot would take that slot.
 
-    Mutation: none; `Desk.wish` counts the snapshot it starts from out of reach, and no room is left for the request.
+    Mutation: `HybridPrefixCache.admit` does not fall back to `admit_from_zero`.
     """
-    engine = engine_of(full(64), state(1))
+    engine = engine_of(full(64, 64), state(1, 1), save="through", save_pages=16)
     engine.run("first", toks(1, 8))
-    assert hit(engine, toks(1, 9)).boundary == 2, "its working slot stood on a boundary, and was kept"
-    assert engine.run("second", toks(1, 9)).ended == "length"
+    if where == "host":
+        engine.settle()
+        crowd(engine, 1, 1)
+    found = hit(engine, toks(1, 9))
+    assert (found.boundary, found.load) == (2, where == "host"), "its working slot stood on a boundary, and was kept"
+    second = engine.run("second", toks(1, 9))
+    assert second.ended == "length" and second.computed == 9
     all_free(engine)
 
 
@@ -444,7 +450,7 @@ def test_f07_memory_of_an_aborted_row_is_given_to_no_transfer_while_its_step_run
 def test_f07_a_page_that_is_being_saved_is_given_to_nobody_after_abort():
     """What a save still reads stays where it is, though its request is gone and others want room.
 
-    Mutation: `begin_save` makes its Holder on no tier (`()` in the place of `(DEVICE, HOST)`).
+    Mutation: `Transfers.begin_save` makes its Holder on no tier (`()` in the place of `(DEVICE,)`).
     """
     engine = engine_of(full(4, 4), save="through")
     engine.submit("victim", toks(1, 8), max_tokens=9)
@@ -594,19 +600,20 @@ def test_f09_a_boundary_that_one_group_lowers_is_asked_of_the_others_again(order
 
     Mutation: `Matcher.boundary` asks every family once.
     """
-    groups = (window(6, 16), state(4))
+    groups = (window(4, 16), state(4))
     engine = engine_of(*(groups[at] for at in order))
     prompt = toks(1, 33)
     engine.run("short", prompt[:9])
     engine.run("long", prompt)
     reader = engine.submit("reader", prompt[:32] + toks(2, 1), max_tokens=4)
-    step(engine)  # from now on it reads the window at page 8, and its snapshot is idle
-    assert engine.run("other", prompt[:8] + toks(3, 1)).cached == 8  # the snapshot at page 2 is the last one used
+    step(engine)  # from now on it reads the window before page 8, and the snapshot there is idle
+    sit(engine, engine.submit("other", prompt[:8] + toks(3, 1)))  # so the snapshot at page 2 is the last one used
+    engine.abort("other")
     assert reader.cached == 32
-    guests = [newcomer(engine, 1, pages=12), newcomer(engine, 2)]
+    guests = [newcomer(engine, 1, pages=13), newcomer(engine, 2)]
     assert all(guests)
     _, held = holdings(engine, prompt)
-    assert held["state"].nonzero()[0].tolist() == [1] and held["window"].nonzero()[0].tolist() == [6, 7]
+    assert held["state"].nonzero()[0].tolist() == [1] and held["window"].nonzero()[0].tolist() == [7]
     assert hit(engine, prompt).boundary == 0
     leave(engine, *guests)
     engine.idle()
@@ -843,7 +850,7 @@ def test_f14_one_save_carries_all_groups_or_shows_nothing(ok):
 def test_f14_a_save_that_one_group_has_no_room_for_is_not_begun():
     """When the host slots are all in use, nothing of the save is begun: no page is taken in the groups before.
 
-    Mutation: `Transfers.begin_save` does not ask `can_make`, or does not let its holder go.
+    Mutation: `Transfers.begin_save` does not ask for room first, or `_make_room` leaves its pins behind.
     """
     engine = engine_of(full(24, 24), window(6, 24, 24), state(4, 1))
     (held,) = save(engine, compute(engine, "held", toks(1, 9)))

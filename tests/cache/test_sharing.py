@@ -10,7 +10,7 @@ import pytest
 from sapwood.cache import BlockStored, HybridPrefixCache, Namespace, token_bytes
 
 from .driver import BASE, Engine, Request, full, state, toks, window
-from .stories import PAGE, all_free, crowd, engine_of, hit, newcomer, owned, step
+from .stories import PAGE, all_free, crowd, engine_of, hit, leave, newcomer, owned, step
 
 WIDE = 400  # a window that sees everything in these stories
 
@@ -51,6 +51,17 @@ def reach(engine: Engine, tokens) -> int:
     return match.depth if any(group.family == "full" for group in engine.cache.groups) else match.boundary
 
 
+def by_twos(engine: Engine) -> None:
+    """Two steps at a time: the second is planned before the token of the first is known, so the page that this token
+    fills is not published with a plan, but when the step is done."""
+    assert engine.plan() and engine.plan()
+    engine.done()
+    engine.done()
+
+
+each_pace = pytest.mark.parametrize("pace", [step, by_twos], ids=["in step", "by twos"])
+
+
 # ---- M01
 
 
@@ -58,7 +69,7 @@ def reach(engine: Engine, tokens) -> int:
 def test_m01_two_live_requests_read_the_same_pages(layout):
     """Two live requests with one prefix read the same physical pages, and the pool counts them once.
 
-    Mutation: `Matcher.match` offers boundary 0 (the second request computes pages of its own).
+    Mutation: `Tree.walk` finds nothing (the second request computes pages of its own).
     """
     engine = engine_of(*SHARED[layout]())
     prefix = toks(1, 16)
@@ -66,6 +77,7 @@ def test_m01_two_live_requests_read_the_same_pages(layout):
     step(engine)
     bob = engine.submit("bob", prefix + toks(3, 3), 5)
     engine.plan()
+    assert bob.cached == 16
     for group in engine.cache.groups:
         theirs, ours = table(engine, ann, group.name), table(engine, bob, group.name)
         assert theirs[:4].all() and np.array_equal(theirs[:4], ours[:4]), f"{group.name}: they read different pages"
@@ -180,20 +192,24 @@ def test_m03_no_room_for_the_copy_means_no_copy():
 
 
 @each_layout
-def test_m04_a_finished_request_serves_the_next_prompt_and_answer_alike(layout):
+@each_pace
+@pytest.mark.parametrize("answer", [8, 10])
+def test_m04_a_finished_request_serves_the_next_prompt_and_answer_alike(layout, pace, answer):
     """The full pages of a finished request, prompt and generated tokens, serve the next; its part-filled tail is gone.
 
-    Mutation: `Publisher.publish_rows` hands nothing to the tree (generated pages are lost); or `Steps._drop` does not
-    release `lease.private` (the tail leaks).
+    Mutation: `publish_rows` hands nothing to the tree (generated pages are lost); or `Steps._drop` does not release
+    `lease.private` (the tail leaks).
     """
     engine = engine_of(*ALL[layout](), every=1)
-    ann = engine.run("ann", toks(1, 6), 9)
-    assert ann.real == 14, "the last sampled token is never computed"
+    ann = engine.submit("ann", toks(1, 5), answer)
+    while not ann.ended:
+        pace(engine)
+    assert ann.real == 4 + answer, "the last sampled token is never computed"
     assert owned(engine, "leases") == dict.fromkeys(owned(engine, "leases"), 0)
     for group in engine.cache.groups:
         if group.family == "full":
-            assert engine.pages(group.name)["tree"] == 3, "three whole pages are kept, the fourth was part-filled"
-    bob = engine.run("bob", ann.tokens + toks(2, 3))
+            assert engine.pages(group.name)["tree"] == 3, "three whole pages are kept, a part-filled one is not"
+    bob = engine.run("bob", ann.tokens[:13] + toks(2, 3))
     assert bob.cached == 12
     all_free(engine)
 
@@ -300,8 +316,9 @@ def test_p04_what_is_published_is_pinned_by_its_publisher(layout):
 # ---- P08
 
 
+@each_pace
 @pytest.mark.parametrize("namespace", [BASE, Namespace(adapter=b"a" * 32)], ids=["base", "adapter"])
-def test_p08_pages_published_while_running_carry_their_hashes(namespace):
+def test_p08_pages_published_while_running_carry_their_hashes(namespace, pace):
     """Each page published by a running request is announced under the hash of its whole prefix, and the hashes of a
     prompt that extends it go on from there.
 
@@ -309,12 +326,13 @@ def test_p08_pages_published_while_running_carry_their_hashes(namespace):
     chain without its parent's last digest.
     """
     engine = engine_of(*ALL["full"](), events=True)
-    ann = engine.submit("ann", toks(1, 10), 20, namespace)
-    step(engine, 4, times=13)
+    ann = engine.submit("ann", toks(1, 9), 20, namespace)
+    while ann.real < 20:
+        pace(engine)
     assert not ann.ended
     told = [event for event in engine.events if isinstance(event, BlockStored)]
     digests = b"".join(event.digests for event in told)
-    right = engine.cache.page_hashes(namespace, ann.tokens[: ann.real])
+    right = engine.cache.page_hashes(namespace, ann.tokens[:20])
     assert digests == b"".join(right) and len(right) == 5, "every full page so far, once, in order"
     for before, after in itertools.pairwise(told):
         assert after.parent_digest == before.digests[-32:]
@@ -322,7 +340,8 @@ def test_p08_pages_published_while_running_carry_their_hashes(namespace):
 
     bob = engine.submit("bob", ann.tokens[:20] + toks(2, 9), 1, namespace)
     engine.events.clear()
-    step(engine)
+    engine.plan()
+    engine.settle()
     (more,) = [event for event in engine.events if isinstance(event, BlockStored)]
     assert bob.cached == 20
     assert more.parent_digest == right[4], "bob's first page follows ann's last"
@@ -468,6 +487,40 @@ def test_p09_a_reader_that_ends_while_its_step_fails_leaks_nothing(layout):
         assert engine.pages(group.name)["free"] == group.device_pages
 
 
+@each_layout
+def test_p09_memory_of_a_doomed_step_is_given_to_nobody(layout):
+    """The first of two steps fails and the request is aborted: what the second still writes is given to nobody until
+    its event has come.
+
+    Mutation: `Steps.fall_back` (pages) or `Steps.end` (working slots) frees at once while a doomed step is in flight.
+    """
+    engine = engine_of(*ALL[layout]())
+    engine.submit("ann", toks(1, 30), 6)
+    engine.plan(7)
+    engine.plan(7)
+    touched = {
+        (name, page)
+        for row in engine.double.steps[2].rows
+        for name, pages in row.tables.items()
+        for page in pages[row.start // PAGE if name != "state" else 0 :].tolist()
+        if page
+    }
+    engine.fail()
+    engine.abort("ann")
+    guests = [newcomer(engine, seed) for seed in range(60)]
+    given = {
+        (group.name, page)
+        for lease in guests
+        if lease is not None
+        for group in engine.cache.groups
+        for page in engine.cache.table(lease, group.name).tolist()
+    }
+    assert given and touched and not given & touched, "step 2 may still write there"
+    engine.done()
+    leave(engine, *(lease for lease in guests if lease is not None))
+    all_free(engine)
+
+
 # ---- P10
 
 
@@ -499,22 +552,25 @@ def test_p10_two_that_compute_the_same_pages_end_with_one_copy(layout):
     all_free(engine)
 
 
+@each_pace
 @pytest.mark.parametrize("layout", ["full", "window", "full+window"])
-def test_p10_two_samples_that_agree_share_what_they_generate(layout):
+def test_p10_two_samples_that_agree_share_what_they_generate(layout, pace):
     """Two samples of one prompt that generate the same tokens end with one copy of the generated pages.
 
     Mutation: `Publisher.publish_rows` returns no duplicates for the commit to settle.
     """
     engine = engine_of(*ALL[layout]())
-    ann, bob = (engine.submit(name, toks(1, 9), 9) for name in ("ann", "bob"))
-    step(engine, times=8)
-    assert ann.generated == bob.generated and ann.real == 16
-    step(engine)
-    assert not engine.running, "both have ended"
+    ann, bob = (engine.submit(name, toks(1, 9), 20) for name in ("ann", "bob"))
+    while ann.real < 16:
+        pace(engine)
+    assert ann.generated == bob.generated
     for group in engine.cache.groups:
         pages = engine.pages(group.name)
         assert (pages["tree"], pages["leases"]) == (4, 0), f"{group.name}: one copy of each page"
+        ours, theirs = (table(engine, who, group.name) for who in (ann, bob))
+        assert np.array_equal(ours, theirs)
     assert engine.cache.stats()["steps"]["duplicates_freed"] > 0
+    engine.idle()
     all_free(engine)
 
 
@@ -552,7 +608,7 @@ def test_p12_what_is_published_ends_at_the_last_computed_position(layout, genera
     Mutation: `Snapshots.publish_state` publishes a state that stands inside a page (state layouts); `publish` hands
     over one page more than it was told (`upto + 1`).
     """
-    engine = engine_of(*ALL[layout](), every=1)
+    engine = engine_of(*ALL[layout]())
     ann = engine.run("ann", toks(1, 6), generated)
     computed = 6 + generated - 1
     assert reach(engine, ann.tokens + toks(2, 9)) == computed // PAGE
@@ -633,8 +689,8 @@ def test_p14_lost_window_pages_are_filled_in_place():
     """A prompt whose window pages are gone is computed from an earlier boundary, fills only the holes of the window
     group, and shares every full page.
 
-    Mutation: `write_from` gives `start` for every group (the row writes over shared pages); or `Desk.wish` anchors the
-    lease at the boundary and not at the depth of the full pages (they are duplicated).
+    Mutation: `write_from` gives `start` for every group (the row writes over shared pages); or neither `Desk.wish` nor
+    `Follower.adopt` follows full pages beyond the boundary (they are duplicated).
     """
     engine = engine_of(full(64), window(6, 12))
     prompt = toks(1, 33)
@@ -677,7 +733,7 @@ def test_p14_only_what_is_missing_is_written():
 def test_p14_a_lost_snapshot_is_made_again_over_shared_pages():
     """A prompt whose snapshot is gone is computed from the zero state, while every full page stays shared.
 
-    Mutation: `Desk.wish` anchors the lease at the boundary (0) and not at the depth of the full pages.
+    Mutation: neither `Desk.wish` nor `Follower.adopt` follows full pages beyond the boundary.
     """
     engine = engine_of(full(64), state(2))
     prompt = toks(1, 33)

@@ -77,6 +77,27 @@ def test_t14_a_save_does_not_evict_the_prefix_it_extends():
     assert hit(engine, other).boundary == 1, "the other has given three pages for it"
 
 
+@pytest.mark.parametrize(
+    "groups", [(window(6, 24, 4),), (full(24, 24), window(6, 24, 4))], ids=["window", "full+window"]
+)
+def test_t14_a_save_does_not_evict_the_window_it_extends(groups):
+    """The window pages on host that a request behind the saved pages would read, though longest unused, are not evicted
+    to make room for those pages: without them, what is saved could never be served.
+
+    Mutation: `_make_room` holds the path for full groups only (window pages are held page by page, or not at all).
+    """
+    engine = engine_of(*groups)
+    prefix = on_host(engine, 1, 8)
+    other = on_host(engine, 2, 8)
+    assert engine.pages("window", "host")["free"] == 0
+
+    longer = prefix + toks(3, 4)
+    write_back(engine, compute(engine, "longer", longer))
+    empty_device(engine)
+    assert hit(engine, longer).boundary == 3, "its window is two pages, one of them the prefix's"
+    assert hit(engine, other).boundary < 2, "the other has given a page for it"
+
+
 def test_t14_a_save_without_room_beside_its_prefix_is_not_begun():
     """If only its own prefix could be evicted for it, a save is skipped and counted, with nothing changed.
 

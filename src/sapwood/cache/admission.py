@@ -11,7 +11,7 @@ from .group import DEVICE, HOST
 from .lease import Holder, Lease, Match, Sibling
 from .node import Node
 from .path import Path
-from .pool import LEASE, Ids
+from .pool import FLIGHT, LEASE, UNHOOKED, Ids
 from .room import Room
 from .transfer import Operation, Transfer, Transfers
 from .tree import Tree
@@ -182,6 +182,22 @@ class Desk:
         if not lease.waits:
             self.extend(lease, upto)
         return lease, operation
+
+    def admit_from_zero(self, match: Match, upto: int) -> tuple[Lease, Operation | None] | None:
+        """The last way in, when the one slot a request could have is taken by the snapshot it would start from, and
+        nobody is going to give one back: compute from the beginning, and let the snapshot go."""
+        tree = self.tree
+        if not match.boundary or not tree.slots:
+            return None
+        for g in tree.slots:
+            pool = tree.pools[DEVICE][g]
+            if pool.counts[LEASE] or pool.counts[FLIGHT] or pool.counts[UNHOOKED]:
+                return None
+        start = match.start
+        cuts = tuple(cut for cut in {match.depth, (match.length - 1) // tree.page_size} if cut)
+        match = match._replace(boundary=0, start=0, cached=0, cuts=tuple(sorted(cuts)), sibling=None)
+        first = min([upto - start, *(cut * tree.page_size for cut in match.cuts)])
+        return self.admit(match, max(1, first))
 
     def _open(self, match: Match, wish: Wish) -> Lease:
         """Pin the path and read the pages the lease needs of it."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .flight import is_real
 from .match import Matcher
 from .namespace import Namespace
 from .node import Root
@@ -56,23 +57,24 @@ def explain(
             found = Explanation("evicted", 0, 0, since, f"It was cached and had to make room at step {since}.")
     else:
         found = _within(tree, matcher, root, tokens, length, admin)
-    if admin and found.reason != "hit":
+    if admin and found.cached < length - 1:
         return _elsewhere(tree, matcher, namespace, tokens, length, found)
     return found
 
 
-def _real_path(tree: Tree, root: Root, tokens: bytes) -> Path:
-    """The matched path as far as it has really been computed."""
+def _real_path(tree: Tree, root: Root, tokens: bytes) -> tuple[Path, bool]:
+    """The matched path as far as it has really been computed, and whether there is more that is only promised."""
     path = tree.walk(root, tokens)
+    matched = path.depth
     for node in path.nodes:
         for promise in node.promised or ():
             path.depth = min(path.depth, promise.low)
     path.nodes = [node for node in path.nodes if node.start < path.depth]
-    return path
+    return path, path.depth < matched
 
 
 def _within(tree: Tree, matcher: Matcher, root: Root, tokens: bytes, length: int, admin: bool) -> Explanation:
-    path = _real_path(tree, root, tokens)
+    path, promised = _real_path(tree, root, tokens)
     boundary, limiter = matcher.boundary(path, length)
     cached = min(boundary * tree.page_size, length - 1)
     reason = matcher.reason(path, boundary, limiter, length)
@@ -86,6 +88,10 @@ def _within(tree: Tree, matcher: Matcher, root: Root, tokens: bytes, length: int
             cached,
             None,
             f"{served}; the tokens are known up to {path.depth * tree.page_size}, but group {group!r} {lost} there.",
+        )
+    if promised:
+        return Explanation(
+            "hit" if cached else "empty", cached, cached, None, f"{served}; more of it is being computed right now."
         )
     at = path.depth * tree.page_bytes
     page = tokens[at : at + tree.page_bytes]
@@ -107,9 +113,19 @@ def _diverged(tree: Tree, path: Path, tokens: bytes, cached: int, served: str, a
     offset = path.depth * tree.page_bytes
     last = path.nodes[-1] if path.nodes else path.root.top
     if path.nodes and last.end > path.depth:
-        pages = [bytes(last.edge[(path.depth - last.start) * tree.page_bytes :][: tree.page_bytes])]
+        beside = [(last, path.depth - last.start)]
     else:
-        pages = [bytes(child.edge[: tree.page_bytes]) for child in last.children.values()]
+        beside = [(child, 0) for child in last.children.values()]
+    size = tree.page_bytes
+    pages = [
+        bytes(node.edge[at * size : (at + 1) * size])
+        for node, at in beside
+        if all(is_real(tree, node, g, path.depth) for g in tree.paged)
+    ]
+    if not pages:
+        return Explanation(
+            "hit" if cached else "empty", cached, cached, None, f"{served}; nobody has sent more of it before."
+        )
     nearest = max(pages, key=lambda page: agree(page, tokens, offset, 4))
     same = agree(nearest, tokens, offset, 4)
     position = path.depth * tree.page_size + same
@@ -129,7 +145,7 @@ def _elsewhere(
     best, where = found.cached, None
     for other, root in tree.roots.items():
         if other != namespace:
-            boundary, _ = matcher.boundary(_real_path(tree, root, tokens), length)
+            boundary, _ = matcher.boundary(_real_path(tree, root, tokens)[0], length)
             cached = min(boundary * tree.page_size, length - 1)
             if cached > best:
                 best, where = cached, other

@@ -90,11 +90,9 @@ class HybridPrefixCache:
 
     def bind(self, namespace: Namespace) -> Binding:
         """Tie a request to a namespace as it is now. Evicting the namespace later does not move the request."""
-        if not isinstance(namespace, Namespace):
-            raise ValueError(f"namespace must be a Namespace, got {namespace!r:.60}")
-        root = self._tree.root_of(namespace)
+        root = self._tree.root_of(self._space(namespace))
         root.bound += 1
-        return Binding(root)
+        return Binding(root, self)
 
     def unbind(self, binding: Binding) -> None:
         """The request is over."""
@@ -106,7 +104,7 @@ class HybridPrefixCache:
     def evict_namespace(self, namespace: Namespace) -> bool:
         """Forget a namespace at once. What running requests hold of it is freed when the last of them ends.
         Returns whether there was anything; doing it again changes nothing."""
-        root = self._tree.roots.get(namespace)
+        root = self._tree.roots.get(self._space(namespace))
         if root is None:
             self._tree.ghosts.forget(namespace.digest())
             return False
@@ -128,18 +126,15 @@ class HybridPrefixCache:
         """What the cache could serve this prompt, from the device or (unless `host` is False) by loading from host.
         Pins nothing. `tokens` may be bytes of int32, which are taken as they are."""
         self._bound(binding)
-        raw = tokens if type(tokens) is bytes else token_bytes(tokens)
-        length, rest = divmod(len(raw), 4)
-        if rest or not length:
-            raise ValueError(f"tokens must be one or more int32 values, got {len(raw)} bytes")
+        raw = self._raw(tokens)
         if not self.enabled:
-            return self._matcher.nothing(binding, raw, length, "off")
-        return self._matcher.match(binding, raw, length, HOST if host else DEVICE)
+            return self._matcher.nothing(binding, raw, len(raw) // 4, "off")
+        return self._matcher.match(binding, raw, len(raw) // 4, HOST if host else DEVICE)
 
     def match_nothing(self, binding: Binding, tokens: Tokens) -> Match:
         """A match that adopts nothing, for a request that must compute every token itself."""
         self._bound(binding)
-        raw = tokens if type(tokens) is bytes else token_bytes(tokens)
+        raw = self._raw(tokens)
         return self._matcher.nothing(binding, raw, len(raw) // 4, "off")
 
     def admit(self, match: Match, upto: int) -> tuple[Lease, Operation | None] | None:
@@ -147,7 +142,7 @@ class HybridPrefixCache:
         has no room, with nothing changed. With an Operation to carry out, or `lease.loading`, the request waits for
         `load_done` and gets its pages with `grow` then."""
         self._bound(match.binding)
-        if not match.start < upto <= match.length:
+        if type(upto) is not int or not match.start < upto <= match.length:
             whole_number("upto", upto, match.start + 1, match.length)
         if match.version != self._tree.version and match.reason != "off":
             again = self._matcher.match(match.binding, match.tokens, match.length, match.path.tier)
@@ -155,7 +150,9 @@ class HybridPrefixCache:
             match = again
         admitted = self._desk.admit(match, upto)
         if admitted is None:
-            return None
+            admitted = self._desk.admit_from_zero(match, upto)
+            if admitted is None:
+                return None
         lease = admitted[0]
         lease.writes = self.enabled
         self._leases[lease] = None
@@ -206,6 +203,8 @@ class HybridPrefixCache:
 
     def grow_rows(self, leases: Sequence[Lease]) -> dict[str, Ids] | None:
         """One more page for each lease in every group of pages; the new ids by group, or None, nothing changed."""
+        for lease in leases:
+            self._live(lease)
         tree = self._tree
         n = len(leases)
         paged = tree.paged
@@ -251,6 +250,12 @@ class HybridPrefixCache:
     def publish_rows(self, leases: Sequence[Lease], pages: bytes) -> None:
         """Each lease has computed one more page, real already: hand it to the tree. `pages` are their tokens, one page
         after the other."""
+        for lease in leases:
+            self._live(lease)
+        if len(pages) != len(leases) * self._tree.page_bytes:
+            raise ValueError(
+                f"pages must be one page of tokens a lease, got {len(pages)} bytes for {len(leases)} leases"
+            )
         self._steps.unsettled += self._publisher.publish_rows(leases, pages)
 
     def checkpoint(self, lease: Lease, page: int, step: int) -> list[PageCopy]:
@@ -281,8 +286,9 @@ class HybridPrefixCache:
 
     def retract(self, lease: Lease, fill: bytes, computed: int, reading: int | None) -> Span | None:
         """Take a lease away from a request that will come back: like `finish_request`."""
+        span = self.finish_request(lease, fill, computed, reading)
         self._tally["retracted"] += 1
-        return self.finish_request(lease, fill, computed, reading)
+        return span
 
     def finish_request(self, lease: Lease, fill: bytes, computed: int, reading: int | None) -> Span | None:
         """The request ends after `computed` tokens. `fill` are the tokens of whole computed pages that are not
@@ -323,9 +329,9 @@ class HybridPrefixCache:
 
     def page_hashes(self, namespace: Namespace, tokens: Tokens) -> list[bytes]:
         """The sha256 chain of a prompt's whole pages: what its store keys and events are made of."""
-        raw = tokens if type(tokens) is bytes else token_bytes(tokens)
+        raw = self._raw(tokens)
         whole = len(raw) // self._tree.page_bytes * self._tree.page_bytes
-        digests = chain(namespace.digest(), raw[:whole], self._tree.page_bytes)
+        digests = chain(self._space(namespace).digest(), raw[:whole], self._tree.page_bytes)
         return [bytes(digests[at : at + 32]) for at in range(0, len(digests), 32)]
 
     def drain_events(self) -> list[KVEvent]:
@@ -335,7 +341,8 @@ class HybridPrefixCache:
 
     def explain(self, namespace: Namespace, tokens: Tokens, admin: bool = False) -> Explanation:
         """Why this prompt would hit no more than it does. Changes nothing."""
-        return explaining.explain(self._tree, self._matcher, self.enabled, namespace, token_bytes(tokens), admin)
+        space, raw = self._space(namespace), token_bytes(tokens)
+        return explaining.explain(self._tree, self._matcher, self.enabled, space, raw, admin)
 
     def stats(self) -> dict[str, Any]:
         """Everything a dashboard draws: pages by group, tier and owner; hits, reasons, evictions, transfers."""
@@ -392,8 +399,25 @@ class HybridPrefixCache:
             reasons = lease.root.misses
             reasons[reason] = reasons.get(reason, 0) + 1
 
+    @staticmethod
+    def _space(namespace: Namespace) -> Namespace:
+        if not isinstance(namespace, Namespace):
+            raise ValueError(f"namespace must be a Namespace, got {namespace!r:.60}")
+        return namespace
+
+    @staticmethod
+    def _raw(tokens: Tokens) -> bytes:
+        """Tokens as bytes of int32; what comes as bytes has been through `token_bytes` and is taken as it is."""
+        if type(tokens) is not bytes:
+            return token_bytes(tokens)
+        if not tokens or len(tokens) % 4:
+            raise ValueError(f"tokens must be one or more int32 values, got {len(tokens)} bytes")
+        return tokens
+
     def _bound(self, binding: Binding) -> None:
-        if not isinstance(binding, Binding) or not binding.live:
+        if not isinstance(binding, Binding) or binding.cache is not self:
+            raise ValueError("this binding is not of this cache; bind the request to a namespace here")
+        if not binding.live:
             raise ValueError("this binding has ended; bind the request to a namespace again")
 
     def _live(self, lease: Lease) -> None:

@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 class Binding:
     """A request's tie to a namespace as it was when the request came. Frozen; ends with `unbind`."""
 
-    __slots__ = ("_root", "live")
+    __slots__ = ("_root", "cache", "live")
 
-    def __init__(self, root: Root) -> None:
+    def __init__(self, root: Root, cache: object) -> None:
         self._root = root
+        self.cache = cache
         self.live = True
 
     @property

@@ -127,7 +127,10 @@ class Matcher:
         else:
             candidates = [(child, 0) for child in islice(reversed(last.children.values()), _SIBLINGS)]
         best: Sibling | None = None
+        token = tokens[offset : offset + 4]
         for node, at in candidates:
+            if not node.edge.startswith(token, at * tree.page_bytes):
+                continue
             page = node.edge[at * tree.page_bytes : (at + 1) * tree.page_bytes]
             same = min(agree(page, tokens, offset, 4), most)
             if same > (best.tokens if best else 0) and self._copyable(node, at):

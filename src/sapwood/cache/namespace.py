@@ -27,6 +27,8 @@ class Namespace:
             )
         if self.salt is not None and not (isinstance(self.salt, str) and 0 < len(self.salt) <= _MAX_SALT):
             raise ValueError(f"salt must be None or a string of 1 to {_MAX_SALT} characters, got {self.salt!r:.60}")
+        if self.salt is not None and not _encodes(self.salt):
+            raise ValueError(f"salt must be a string that can be written as UTF-8, got {self.salt!r:.60}")
         if isinstance(self.version, bool) or not isinstance(self.version, int) or not 0 <= self.version < 2**63:
             raise ValueError(f"version must be an integer from 0 to 2**63 - 1, got {self.version!r:.60}")
 
@@ -43,6 +45,14 @@ class Namespace:
                 parts += [tag, len(value).to_bytes(4, "little"), value]
         parts += [b"V", self.version.to_bytes(8, "little")]
         return hashlib.sha256(b"".join(parts)).digest()
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 _DEFAULT = Namespace()

@@ -85,6 +85,8 @@ class Steps:
     def _event(self, step: int) -> None:
         if step <= self.last:
             raise ValueError(f"the event of step {step} has come already")
+        if self.flights and min(self.flights) < step:
+            raise ValueError(f"the event of step {step} comes before that of step {min(self.flights)}")
         self.last = step
         self.tree.now += 1
 

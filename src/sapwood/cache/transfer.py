@@ -20,7 +20,7 @@ from .node import Node
 from .pool import FLIGHT, TREE, UNHOOKED, Ids
 from .publish import runs
 from .room import Room
-from .tree import Tree
+from .tree import Tree, as_ids
 
 Parts = dict[int, tuple[Ids, Ids]]
 
@@ -94,7 +94,7 @@ class Transfers:
         first = min(int(columns[0]) for columns, _ in found.values())
         last = max(int(columns[-1]) for columns, _ in found.values()) + 1
         need = {g: len(ids) for g, (_, ids) in found.items()}
-        if not self.room.has(HOST, need) and not self._make_room(node, need):
+        if not self.room.has(HOST, need) and not self._make_room(node, last, need):
             self.counts["saves_skipped"] += 1
             return None
         holder = Holder(tree, node, (DEVICE,), (first, last), {(DEVICE, g): ids for g, (_, ids) in found.items()})
@@ -105,17 +105,33 @@ class Transfers:
             parts[g] = (spread(columns, ids, first, last), spread(columns, targets, first, last))
         return self._begin(HOST, node, first, last, parts, holder)
 
-    def _make_room(self, node: Node, need: dict[int, int]) -> bool:
+    def _make_room(self, node: Node, last: int, need: dict[int, int]) -> bool:
         """Evict from host what is least recently used, but nothing of the path that is about to be extended there."""
         tree = self.tree
-        tree.pin(node, DEVICE)
-        tree.pin(node, HOST)
+        kept: dict[tuple[int, int], Ids] = {}
+        for g in tree.loose:
+            ids = self._window_on_host(node, g, last)
+            if len(ids):
+                kept[HOST, g] = ids
+        holder = Holder(tree, node, (DEVICE, HOST), (0, last), kept)
         fits = self.room.can_make(HOST, need)
         if fits:
             self.room.make(HOST, need)
-        tree.unpin(node, HOST)
-        tree.unpin(node, DEVICE)
+        holder.let_go(tree)
         return fits
+
+    def _window_on_host(self, node: Node, g: int, last: int) -> Ids:
+        """What host has of the pages that a request beginning at page `last` would read."""
+        tree = self.tree
+        found = [
+            as_ids(tree.copy_in(at, HOST).pages[g][4 * first : 4 * high])
+            for low, end in tree.families[g].pages_read(last * tree.page_size)
+            for at, first, high in tree.cover(node, low, end)
+            if tree.copy_in(at, HOST).pages[g] is not None
+        ]
+        ids = np.concatenate(found) if found else np.zeros(0, np.int32)
+        held: Ids = ids[ids != 0]
+        return held
 
     def _to_save(self, span: Span) -> dict[int, tuple[Ids, Ids]]:
         """By group: the columns of `span` (and their device pages) that host does not have."""
