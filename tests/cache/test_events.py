@@ -94,8 +94,8 @@ def summary(events: list[object]) -> list[tuple]:
 def test_e01_the_hash_vector_of_the_contract():
     """Page 16, tokens 1 to 32: the two published hashes, as digests, as signed numbers and as they are announced.
 
-    Mutation: `chain` hashes tokens in another byte order, or begins with a parent in the default namespace;
-    `block_hash` takes other bytes of the digest.
+    Mutation: `chain` hashes tokens in another byte order; the default namespace has a digest; `_block_hashes` takes
+    other bytes of the digests.
     """
     engine = Engine(16, full(8), events=True)
     tokens = list(range(1, 33))
@@ -111,7 +111,7 @@ def test_e01_the_hash_vector_of_the_contract():
 def test_e01_hashes_are_the_chain_that_anybody_can_compute(space):
     """A page's hash is sha256 of its parent's digest and its tokens as u32; other namespaces begin with their digest.
 
-    Mutation: `chain` drops the parent; `Namespace.digest` leaves out a field.
+    Mutation: `chain` drops the parent; `ensure_hashes` begins without the digest of the namespace.
     """
     ns = SPACES[space]
     tokens = [2**31 - 1, 0, 256, 65536, *toks(1, 9)]
@@ -162,7 +162,7 @@ def test_e01_no_two_namespaces_share_a_hash():
 def test_e01_block_hashes_are_signed_and_big_endian(head, number):
     """The wire form is the first 8 bytes as a signed int64, big-endian, one by one and in lists and as a parent.
 
-    Mutation: `signed=True` or "big" in `block_hash`; ">i8" or the stride in `_block_hashes`.
+    Mutation: `block_hash` is not signed; `_block_hashes` reads "<i8" or ">u8".
     """
     digest = bytes.fromhex(head) + b"\x55" * 24
     assert block_hash(digest) == number
@@ -236,7 +236,7 @@ def test_e01_generated_pages_are_announced_as_they_fill():
 def test_e01_what_is_only_promised_is_not_announced():
     """A page is announced when its step is done, and never if that failed.
 
-    Mutation: `Publisher.publish` calls `became_real` at plan time; `Steps.failed` announces what it withdraws.
+    Mutation: `Publisher.publish` calls `became_real` at plan time.
     """
     engine, router = telling(full(32)), Router()
     engine.submit("request", toks(1, 17), max_tokens=2)
@@ -308,7 +308,7 @@ def test_e01_every_tier_speaks_for_itself():
 def test_e01_events_speak_of_one_group(groups, blocks):
     """Events tell of the first full group; where there is none, of the first group, a snapshot being its last block.
 
-    Mutation: `Tree.told` is always 0, or the first of all.
+    Mutation: `Tree.told` is always 0.
     """
     engine, router = telling(*groups), Router(closed=blocks > 1)
     prompt = toks(1, 26)
@@ -360,7 +360,7 @@ def test_e01_a_flush_is_one_event():
 def test_e01_without_events_nothing_is_kept():
     """An engine that was not asked for events has none.
 
-    Mutation: `tell_stored` is called without `announcing`.
+    Mutation: `Transfers._announce` does not ask whether anybody listens.
     """
     engine = engine_of(full(24, 24), save="through")
     engine.run("request", toks(1, 17))

@@ -60,8 +60,8 @@ every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 def test_f01_a_toy_family_lives_through_the_facade(layout):
     """A family defined in this file is matched, admitted, committed, evicted, written back and loaded like any other.
 
-    Mutation: `Family.deepest` looks only at the last of `columns` (a boundary without its sinks is offered); or
-    `Family.slid` gives up `(low, end)` whatever is kept between (the sinks of a running request go).
+    Mutation: `Family.slid` forgets what is kept between (the sinks of a running request go); `Path.last_missing` does
+    not look at `node.host`.
     """
     engine = engine_of(sinks(24, 24), *layout, save="through", every=1)
     prompt = toks(1, 41)
@@ -186,7 +186,7 @@ def test_f03_what_was_just_written_to_host_is_the_last_to_leave_it(group):
 def test_f04_a_batch_that_just_fits_fits_and_one_more_does_not():
     """As many requests run as there are slots: each needs one, and no room is kept for its checkpoint.
 
-    Mutation: `need[g], less[g] = 1, 0` in `Desk.wish` asks for two slots; or `Room.available` counts one too many.
+    Mutation: `Desk.wish` asks for two slots.
     """
     engine = engine_of(full(64), state(3))
     for name in "abc":
@@ -207,7 +207,7 @@ def test_f04_a_batch_that_just_fits_fits_and_one_more_does_not():
 def test_f04_a_checkpoint_takes_the_slot_of_an_idle_snapshot():
     """When no slot is free, a checkpoint is made in the place of a snapshot nobody uses.
 
-    Mutation: `Steps.checkpoint` asks for a free slot instead of `room.can_make`.
+    Mutation: `Snapshots.checkpoint` asks for a free slot instead of `room.can_make`.
     """
     engine = engine_of(full(64), state(2))
     engine.run("a", toks(1, 9))
@@ -221,7 +221,7 @@ def test_f04_a_checkpoint_takes_the_slot_of_an_idle_snapshot():
 def test_f04_no_credit_for_slots_that_are_about_to_be_snapshots():
     """A slot that a step in flight will fill with a checkpoint is given to nobody before that step is done.
 
-    Mutation: `Steps.checkpoint` allocates for TREE and counts it idle at once, or `available` adds slots in flight.
+    Mutation: `Room.available` counts slots in flight.
     """
     engine = engine_of(full(64), state(2))
     maker = engine.submit("maker", toks(1, 9), max_tokens=3)
@@ -411,7 +411,7 @@ def test_f07_abort_frees_everything_in_every_state(layout, phase):
     """Whatever a request is doing when it is aborted, its lease is gone at once and its memory as soon as nothing in
     flight touches it.
 
-    Mutation: `Steps._drop` does not release `lease.working`; `Transfers._land` does not free for ended waiters.
+    Mutation: `Steps._drop` does not release `lease.working`; `Steps.end` leaves its lease among the waiters of a load.
     """
     engine = engine_of(*LAYOUTS[layout](), every=1)
     phase(engine)
@@ -575,7 +575,7 @@ def servable(engine: Engine, tokens, boundary: int, held: dict[str, np.ndarray])
 def test_f09_any_mix_of_groups_hits_what_all_can_serve_in_any_order(seed):
     """The boundary found is the deepest that every group has what it needs for, whatever the order of the groups.
 
-    Mutation: `Desk.boundary` returns after one round (`settled` starts at 1), or takes the deepest of the first group.
+    Mutation: `Matcher.boundary` is content too early (`settled` starts at 1).
     """
     rng = random.Random(seed)
     groups = random_groups(rng)
@@ -850,7 +850,7 @@ def test_f14_one_save_carries_all_groups_or_shows_nothing(ok):
 def test_f14_a_save_that_one_group_has_no_room_for_is_not_begun():
     """When the host slots are all in use, nothing of the save is begun: no page is taken in the groups before.
 
-    Mutation: `Transfers.begin_save` does not ask for room first, or `_make_room` leaves its pins behind.
+    Mutation: `Transfers._make_room` does not ask `can_make`, or does not let its holder go.
     """
     engine = engine_of(full(24, 24), window(6, 24, 24), state(4, 1))
     (held,) = save(engine, compute(engine, "held", toks(1, 9)))
@@ -897,7 +897,7 @@ def test_f15_a_snapshot_about_to_be_copied_is_not_given_away():
 def test_f15_a_snapshot_under_copy_survives_the_eviction_of_its_namespace():
     """A namespace that is forgotten while a copy from its snapshot is planned keeps that slot until the step is done.
 
-    Mutation: `Holder.detach` does not keep its readers, or `unhook` frees what is read.
+    Mutation: `unhook` frees a page that has one reader.
     """
     engine = engine_of(full(64), state(3))
     engine.run("first", toks(1, 9))

@@ -94,10 +94,11 @@ class Transfers:
         first = min(int(columns[0]) for columns, _ in found.values())
         last = max(int(columns[-1]) for columns, _ in found.values()) + 1
         need = {g: len(ids) for g, (_, ids) in found.items()}
+        holder = Holder(tree, node, (DEVICE,), (first, last), {(DEVICE, g): ids for g, (_, ids) in found.items()})
         if not self.room.has(HOST, need) and not self._make_room(node, last, need):
+            holder.let_go(tree)
             self.counts["saves_skipped"] += 1
             return None
-        holder = Holder(tree, node, (DEVICE,), (first, last), {(DEVICE, g): ids for g, (_, ids) in found.items()})
         parts: Parts = {}
         for g, (columns, ids) in found.items():
             targets = tree.pools[HOST][g].allocate(len(ids), FLIGHT)
@@ -113,7 +114,7 @@ class Transfers:
             ids = self._window_on_host(node, g, last)
             if len(ids):
                 kept[HOST, g] = ids
-        holder = Holder(tree, node, (DEVICE, HOST), (0, last), kept)
+        holder = Holder(tree, node, (HOST,), (0, last), kept)
         fits = self.room.can_make(HOST, need)
         if fits:
             self.room.make(HOST, need)
