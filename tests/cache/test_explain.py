@@ -55,7 +55,7 @@ def test_explain_hit():
     assert found[:4] == ("hit", 16, 16, None) and "16 of 17" in found.detail
     assert why(engine, prompt[:16])[:3] == ("hit", 15, 15), "its last token is always computed"
     assert why(engine, prompt[:16] + toks(2, 9))[:3] == ("hit", 16, 16), "nobody has sent more"
-    assert counted(engine, prompt) == "hit"
+    assert counted(engine, prompt) == "hit" == counted(engine, prompt[:16] + toks(2, 9))
 
 
 @pytest.mark.parametrize("groups", [(full(24),), (full(24), state(4))], ids=["full", "state"])
@@ -128,7 +128,7 @@ def test_explain_diverged(at):
 def test_explain_diverged_only_where_tokens_differ():
     """A prompt that ends inside a cached page differs from nothing: what it has is served, and that is a hit.
 
-    Mutation: `_diverged` does not look whether the prompt has ended.
+    Mutation: neither `Matcher.reason` nor `_diverged` looks whether the prompt has ended.
     """
     engine = engine_of(full(48))
     engine.run("ann", toks(1, 17))
@@ -157,17 +157,18 @@ def test_explain_evicted(left):
 
 
 def test_explain_evicted_behind_a_split():
-    """A ghost is found although the path before it was split, or computed by others, since.
+    """A ghost is found whether the path before it was split before it went, or after.
 
     Mutation: `crc_at` starts anew at each node.
     """
-    engine = engine_of(full(9))
+    engine = engine_of(full(12))
     prompt = toks(1, 17)
     engine.run("ann", prompt)
-    crowd(engine, 1, 6)
-    assert why(engine, prompt)[:2] == ("evicted", 12)
     engine.run("bob", prompt[:8] + toks(2, 5))
-    assert why(engine, prompt)[:2] == ("evicted", 12)
+    crowd(engine, 1, 8)
+    assert why(engine, prompt)[:3] == ("evicted", 12, 12), "one page of the lower half is gone"
+    engine.run("cyd", prompt[:4] + toks(3, 5))
+    assert why(engine, prompt)[:3] == ("evicted", 12, 12)
 
 
 def test_explain_no_snapshot():
@@ -253,6 +254,18 @@ def test_explain_other_namespace_when_nobody_here_has_sent_more():
     engine.run("their own", prompt, ns=THEIRS)
     assert why(engine, prompt, MINE)[:3] == ("hit", 8, 8)
     assert why(engine, prompt, MINE, admin=True)[:3] == ("other_namespace", 8, 8)
+
+
+def test_explain_other_namespace_only_if_it_has_more():
+    """Another namespace that has just as much of a prompt is no reason.
+
+    Mutation: `_elsewhere` takes one that has as much.
+    """
+    engine = engine_of(full(48))
+    prompt = toks(1, 17)
+    engine.run("own", prompt[:8] + toks(2, 9), ns=MINE)
+    engine.run("their own", prompt[:8] + toks(3, 9), ns=THEIRS)
+    assert why(engine, prompt, MINE, admin=True)[:3] == ("diverged", 8, 8)
 
 
 # ---- what it never tells, and never does

@@ -62,7 +62,7 @@ def test_t14_a_save_does_not_evict_the_prefix_it_extends():
     """A save whose pages follow a prefix that is on host already makes room by evicting others, or is not begun; the
     prefix, though longest unused, stays.
 
-    Mutation: the holder of `begin_save` does not pin the path in the host tier (`(DEVICE,)` and not `(DEVICE, HOST)`).
+    Mutation: `Transfers._make_room` does not hold the path in the host tier (`(DEVICE,)` and not `(DEVICE, HOST)`).
     """
     engine = engine_of(full(24, 8))
     prefix = on_host(engine, 1, 16)
@@ -84,7 +84,7 @@ def test_t14_a_save_does_not_evict_the_window_it_extends(groups):
     """The window pages on host that a request behind the saved pages would read, though longest unused, are not evicted
     to make room for those pages: without them, what is saved could never be served.
 
-    Mutation: `_make_room` holds the path for full groups only (window pages are held page by page, or not at all).
+    Mutation: `Transfers._make_room` holds the path for full groups only, and no window pages.
     """
     engine = engine_of(*groups)
     prefix = on_host(engine, 1, 8)
@@ -101,7 +101,7 @@ def test_t14_a_save_does_not_evict_the_window_it_extends(groups):
 def test_t14_a_save_without_room_beside_its_prefix_is_not_begun():
     """If only its own prefix could be evicted for it, a save is skipped and counted, with nothing changed.
 
-    Mutation: `begin_save` makes room without asking `can_make`, or asks before it pins.
+    Mutation: `Transfers._make_room` asks whether there is room before it holds the path.
     """
     engine = engine_of(full(24, 4))
     prefix = on_host(engine, 1, 16)
@@ -119,7 +119,7 @@ def test_t14_a_load_does_not_evict_the_part_that_is_on_the_device():
     """A load brings the end of a prefix whose beginning is on the device: the beginning, though longest unused, is not
     evicted to make room for the end.
 
-    Mutation: `Desk.admit` makes room before it pins what the lease reads; or `wish` does not subtract what it will pin.
+    Mutation: `Desk.admit` makes room before it pins what the lease reads.
     """
     engine = engine_of(full(8, 16))
     prompt = on_host(engine, 1, 24)
@@ -139,7 +139,7 @@ def test_t14_a_load_does_not_evict_the_part_that_is_on_the_device():
 def test_t14_a_load_that_fits_only_by_evicting_its_own_prefix_is_not_admitted():
     """If a load could fit only by evicting the device part of its own prefix, the request is not admitted.
 
-    Mutation: `Desk.wish` puts nothing into `less` for the pages a pin takes out of reach.
+    Mutation: `Desk._less` does not count the pages that the pin takes out of reach.
     """
     engine = engine_of(full(8, 16))
     prompt = on_host(engine, 1, 32)
@@ -202,8 +202,8 @@ def test_t16_a_late_save_lands_under_its_own_hashes_and_namespace(layout, ns, me
     """A save acknowledged after its request ended, or after its node was split or extended, is on host under its own
     tokens, hashes and namespace: what comes back from there is what was written.
 
-    Mutation: `save_done` lands `transfer.parts` by offset into the node as it is now (`first` of the node and not of
-    the transfer); or `Tree.split` leaves host pages of the upper half behind.
+    Mutation: `_land_closed_on_host` takes pages by their place in the node and not in the transfer; or `Tree.split`
+    does not split the host copy.
     """
     engine = engine_of(*LAYOUTS[layout](), events=True)
     prompt = toks(1, 17)
@@ -384,8 +384,7 @@ def test_t18_two_requests_for_the_same_host_pages_cause_one_load(layout):
 def test_t18_one_of_two_waiters_leaves_and_the_other_is_served(layout):
     """The request that caused a load is aborted: who joined it gets the pages all the same.
 
-    Mutation: `Steps.end` frees the targets of the load with the lease that began it; or a load without its first
-    waiter lands for nobody.
+    Mutation: `Steps.end` takes all waiters from the load, not only the lease that ends.
     """
     engine = engine_of(*LAYOUTS[layout](), seed=5)
     prompt = only_on_host(engine, 1, 17)

@@ -258,9 +258,10 @@ class Steps:
             transfer.waiters.remove(lease)
         lease.waits = []
         steps = [step for step, _ in lease.deps if step in self.flights]
-        running = self.in_flight(reading)
-        if running is not None:
-            steps.append(running.step)
+        for step in (reading, self.doomed):  # a doomed step still writes what it was given
+            running = self.in_flight(step)
+            if running is not None:
+                steps.append(running.step)
         if not steps:
             self._drop(lease, LEASE)
             return
