@@ -463,7 +463,7 @@ def test_planning_a_step_that_is_over(doing, past):
     elif past == "failed":
         cache.step_failed(3, 3)
     elif past == "doomed":
-        cache.step_failed(2, 4)
+        cache.step_failed(2, 3)
     else:
         cache.opening(other, 4)
     message = f"step {step} cannot be planned any more: steps are planned in order, each once"

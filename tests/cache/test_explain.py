@@ -165,9 +165,11 @@ def test_explain_evicted_behind_a_split():
     prompt = toks(1, 17)
     engine.run("ann", prompt)
     engine.run("bob", prompt[:8] + toks(2, 5))
-    crowd(engine, 1, 8)
-    assert why(engine, prompt)[:3] == ("evicted", 12, 12), "one page of the lower half is gone"
     engine.run("cyd", prompt[:4] + toks(3, 5))
+    crowd(engine, 1, 7)
+    assert why(engine, prompt)[:3] == ("evicted", 12, 12), "the last of four pages in three nodes is gone"
+    engine.run("dan", prompt[:12] + [1])
+    engine.run("eve", prompt[:11] + toks(4, 2))
     assert why(engine, prompt)[:3] == ("evicted", 12, 12)
 
 

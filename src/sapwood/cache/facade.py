@@ -298,13 +298,15 @@ class HybridPrefixCache:
         pages, rest = divmod(len(fill), self._tree.page_bytes)
         if rest:
             raise ValueError(f"fill must be whole pages of {self._tree.page_bytes} bytes, got {len(fill)} bytes")
+        publisher = self._publisher
+        offered = len(publisher.real)
         if lease.writes and not lease.detached and self._steps.in_flight(reading) is None:
             if pages:
-                self._publisher.publish(lease, fill, lease.depth, lease.depth + pages, None, 0)
+                publisher.publish(lease, fill, lease.depth, lease.depth + pages, None, 0)
             if self._tree.slots:
                 self._snapshots.publish_state(lease, computed)
         del self._leases[lease]
-        span, lease.unsaved = lease.unsaved, None
+        span = publisher.leftover(lease, offered)
         self._steps.end(lease, reading)
         return span
 

@@ -63,6 +63,7 @@ class LooseQueue:
                 if self.slot:
                     if not tree.pools[tier][g].readers[copy.pages[g]]:
                         tree.drop_slot(node, tier, g)
+                        tree.count_evicted(node, tier, g, 1)
                         need -= 1
                         tree.sweep(node)
                     continue

@@ -109,6 +109,13 @@ class Root:
         self.bound = 0
         self.holders: dict[Any, None] = {}  # leases and transfers that hold nodes here, oldest first
         self.makers: dict[bytes, list[Any]] = {}  # first page -> leases that will make a snapshot
-        self.tally = {"requests": 0, "prompt_tokens": 0, "cached_tokens": 0}
+        self.tally = {
+            "requests": 0,
+            "prompt_tokens": 0,
+            "cached_tokens": 0,
+            "evicted_pages": 0,
+            "saved_pages": 0,
+            "loaded_pages": 0,
+        }
         self.misses: dict[str, int] = {}  # by reason
         self.top: Node

@@ -166,6 +166,18 @@ class Publisher:
         else:
             lease.unsaved = Span(first, last, node)
 
+    def leftover(self, lease: Lease, offered: int) -> Span | None:
+        """What a lease that ends has made real and nobody has been told of; `offered` spans were there before."""
+        spans = self.real[offered:]
+        del self.real[offered:]
+        if lease.unsaved is not None:
+            spans.append(lease.unsaved)
+            lease.unsaved = None
+        if not spans:
+            return None
+        deepest = max(spans, key=lambda span: span.last)
+        return Span(min(span.first for span in spans), deepest.last, deepest.node)
+
     def snapshot_is_real(self, lease: Lease, node: Node, groups: list[int], rolling: bool) -> None:
         """A snapshot of `groups` at the end of `node` can be used, announced if events speak of it, and saved."""
         tree = self.tree

@@ -208,7 +208,7 @@ class Transfers:
                 kept = self._land_closed_on_host(transfer)
             if g == tree.told:
                 self._announce(transfer.node, HOST, kept)
-            self.counts["pages_saved"] += sum(high - low for low, high in kept)
+            self._count(transfer, "saved", sum(high - low for low, high in kept))
         for node, _, _ in tree.cover(transfer.node, transfer.first, transfer.last):
             tree.copy_in(node, HOST).used = tree.now
         self._let_go(transfer)
@@ -366,7 +366,7 @@ class Transfers:
                     tree.pools[DEVICE][g].move(ids, FLIGHT, TREE)
                     pages[g] = ids.tobytes()
                 tree.put_closed(node, DEVICE, pages)
-                self.counts["pages_loaded"] += last - first
+                self._count(transfer, "loaded", last - first)
                 if tree.told in closed:
                     stored.append((a, b))
         for g, (_, targets) in transfer.parts.items():
@@ -375,7 +375,7 @@ class Transfers:
             columns = targets.nonzero()[0].astype(np.int32) + np.int32(transfer.first)
             land = self._land_slot if g in tree.slots else self._land_loose
             kept = land(transfer.node, DEVICE, g, columns, targets[targets != 0])
-            self.counts["pages_loaded"] += sum(high - low for low, high in kept)
+            self._count(transfer, "loaded", sum(high - low for low, high in kept))
             if g == tree.told:
                 stored += kept
             for lease in waiters:
@@ -453,6 +453,10 @@ class Transfers:
     def _let_go(self, transfer: Transfer) -> None:
         transfer.node.moving -= 1
         transfer.holder.let_go(self.tree)
+
+    def _count(self, transfer: Transfer, what: str, pages: int) -> None:
+        self.counts[f"pages_{what}"] += pages
+        transfer.node.root.tally[f"{what}_pages"] += pages
 
     def _free_targets(self, transfer: Transfer) -> None:
         for g, (_, targets) in transfer.parts.items():

@@ -323,7 +323,7 @@ class Tree:
             pages = copy.pages[g]
             self.pools[tier][g].release(as_ids(pages[4 * keep :]), TREE)
             copy.pages[g] = pages[: 4 * keep]
-            self.evicted[tier][g] += n
+            self.count_evicted(node, tier, g, n)
         copy.count = keep
         if not copy.holds:
             self.shelves[tier].evictable -= n
@@ -475,6 +475,7 @@ class Tree:
             for g in self.slots:
                 if copy.pages[g]:
                     self.drop_slot(node, t, g)
+                    self.count_evicted(node, t, g, 1)
             self._drop_closed(node, t, keep)
 
     def drop_loose(self, node: Node, tier: int, g: int, columns: range | Ids) -> int:
@@ -491,7 +492,7 @@ class Tree:
         pages[at] = 0
         pool.release(ids, TREE)
         pool.idle -= len(ids)
-        self.evicted[tier][g] += len(ids)
+        self.count_evicted(node, tier, g, len(ids))
         self.version += 1
         return len(ids)
 
@@ -503,8 +504,11 @@ class Tree:
             tell_removed(self, node, tier, range(node.n - 1, node.n))
         self.pools[tier][g].release(np.array([slot], np.int32), TREE)
         self.pools[tier][g].idle -= 1
-        self.evicted[tier][g] += 1
         self.version += 1
+
+    def count_evicted(self, node: Node, tier: int, g: int, pages: int) -> None:
+        self.evicted[tier][g] += pages
+        node.root.tally["evicted_pages"] += pages
 
     def requeue(self, node: Node, tier: int, g: int, low: int, high: int) -> None:
         """Pages of group `g` in columns [low, high) of the path to `node` may have lost their last reader."""
