@@ -227,11 +227,12 @@ class HybridPrefixCache:
 
     def write_from(self, lease: Lease, start: int) -> dict[str, int]:
         """By group: the first position whose K/V a row beginning at `start` may write. Ask before `publish`."""
-        size, tree = self.page_size, self._tree
-        return {
-            group.name: start if g in tree.slots else max(start, lease.upto[g] * size)
-            for g, group in enumerate(self.groups)
-        }
+        size, slots = self.page_size, self._tree.slots
+        begin = {}
+        for g, group in enumerate(self.groups):
+            there = 0 if g in slots else lease.upto[g] * size
+            begin[group.name] = there if there > start else start
+        return begin
 
     def slide(self, lease: Lease, position: int) -> None:
         """Everything up to `position` is real: give up pages no row from there on needs."""

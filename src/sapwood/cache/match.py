@@ -32,11 +32,11 @@ class Matcher:
         boundary, limiter = self.boundary(path, length)
         size = tree.page_size
         start = min(boundary * size, length - 1)
-        on_device = path.device_closed(path.depth) if tree.closed else path.depth
+        depth = path.deepest_closed(path.depth) if tree.closed else path.depth
+        on_device = path.device_closed(path.depth) if tree.closed and path.tier else depth
         sibling = None
         if self.can_copy and boundary == path.depth and on_device >= boundary and start == boundary * size:
             sibling = self._sibling(path, tokens, length)
-        depth = path.deepest_closed(path.depth) if tree.closed else path.depth
         cached = start + (sibling.tokens if sibling else 0)
         pending = self._pending(root, tokens, length, boundary) if tree.slots else 0
         reason = self.reason(path, boundary, limiter, length)
@@ -106,10 +106,14 @@ class Matcher:
         tree = self.tree
         last = (length - 1) // tree.page_size
         deepest = 0
-        for maker in root.makers.get(tokens[: tree.page_bytes], ()):
+        size = tree.page_bytes
+        for maker in root.makers.get(tokens[:size], ()):
             for cut in maker.cuts:
-                if max(boundary, deepest) < cut <= last and tokens.startswith(
-                    memoryview(maker.tokens)[: cut * tree.page_bytes]
+                end = cut * size
+                if (
+                    max(boundary, deepest) < cut <= last
+                    and tokens[end - size : end] == maker.tokens[end - size : end]  # most differ there already
+                    and tokens.startswith(memoryview(maker.tokens)[:end])
                 ):
                     deepest = cut
         return deepest

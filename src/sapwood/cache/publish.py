@@ -54,8 +54,10 @@ class Publisher:
                 tree.promises += 1
                 if first < upto or fills:
                     mark(tree, promise)
-                own = min((column for _, column in duplicates), default=upto)
-                lease.depends(flight.step, min(promise.low, own), oldest)
+                low = promise.low
+                for _, column in duplicates:
+                    low = min(low, column)
+                lease.depends(flight.step, low, oldest)
         else:
             self.became_real(lease, lease.node, first, upto, fills)
         return duplicates
@@ -80,7 +82,7 @@ class Publisher:
             if (
                 type(node.edge) is not bytearray
                 or not self.can_grow(node)
-                or any(lease.upto[g] != depth for g in loose)
+                or (loose and any(lease.upto[g] != depth for g in loose))
                 or (tree.announcing and not closed and tree.told not in loose)
             ):
                 duplicates = self.publish(lease, page, depth, depth + 1, None, 0)
@@ -241,7 +243,7 @@ class Publisher:
         n = upto - depth
         more = memoryview(tokens)[offset : offset + n * tree.page_bytes]
         for g in tree.closed:
-            tree.pools[DEVICE][g].move(as_ids(lease.tables[g][4 * depth : 4 * upto]), LEASE, TREE)
+            tree.pools[DEVICE][g].move(np.frombuffer(lease.tables[g][4 * depth : 4 * upto], np.int32), LEASE, TREE)
         if node is lease.node and self.can_grow(node):
             self.grow(node, more, n)
             for g in tree.closed:

@@ -20,7 +20,10 @@ class Room:
     def has(self, tier: int, need: Mapping[int, int]) -> bool:
         """Whether all of it is free already."""
         pools = self.tree.pools[tier]
-        return all(n <= pools[g].free for g, n in need.items())
+        for g, n in need.items():  # noqa: SIM110  (a loop: this is asked of every request)
+            if n > pools[g].free:
+                return False
+        return True
 
     def can_make(self, tier: int, need: Mapping[int, int], less: Mapping[int, int] | None = None) -> bool:
         """The dry run: would `make` succeed, if `less` pages of each group could not be evicted? Changes nothing."""

@@ -236,6 +236,10 @@ class Tree:
     def cover(self, node: Node, low: int, high: int) -> list[tuple[Node, int, int]]:
         """The parts (node, first, last) of the path to `node` that lie in pages [low, high), deepest first;
         first and last count from the node's own start."""
+        start = node.start
+        if low >= start:  # all of it in one node
+            last = min(high - start, node.n)
+            return [(node, low - start, last)] if low - start < last else []
         parts: list[tuple[Node, int, int]] = []
         at: Node | None = node
         while at is not None and at.start + at.n > low and at.n:
