@@ -157,7 +157,7 @@ ROOMS = ["sapwood.cache"] + (["sapwood.scheduler"] if (SOURCE / "scheduler" / "_
 def test_import_is_quick_and_light(room):
     """A fresh interpreter imports it in well under 0.2 s beyond numpy, and nothing heavy comes along.
 
-    Mutation: cache/__init__.py imports torch, or sleeps for 0.2 s.
+    Mutation: cache/__init__.py imports torch, or is busy for 0.2 s.
     """
     code = f"""
 import sys, time, numpy
@@ -278,9 +278,9 @@ def test_a_chain_of_50_000_nodes_is_flushed():
 
 
 def test_a_cache_with_a_long_chain_is_dropped():
-    """Letting go of a whole cache does not end the process, however deep its tree is.
+    """Letting go of a whole cache frees it, and does not end the process, however deep its tree is.
 
-    Mutation: `Node` gets a `__del__` that lets go of its children one by one.
+    Mutation: a list in node.py remembers every node that was made.
     """
     cache, _ = cache_for(8)
     tree = cache._tree
