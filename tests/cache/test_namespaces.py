@@ -463,7 +463,7 @@ def test_l13_an_adapter_that_is_only_on_host_is_loaded_from_its_root_down(layout
     """An adapter whose whole prefix sits in host memory is served from there, from its first page on.
 
     Mutation: `Transfers._closed_above` wants a device copy of the root itself (`above.device.count > 0` for `n == 0`);
-    for windows and states, `Matcher._touches_host` looks at full groups only.
+    for windows, `Path._last_hole` does not look at host.
     """
     engine = engine_of(*LAYOUTS[layout](), save="through")
     prompt = toks(1, 17)

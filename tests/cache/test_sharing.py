@@ -624,7 +624,7 @@ def test_p12_what_is_published_ends_at_the_last_computed_position(layout, genera
 def test_p12_abort_in_flight_keeps_what_the_step_really_computed(layout, outcome):
     """A request aborted during its prefill leaves the pages of that step if the step succeeds, and nothing if it fails.
 
-    Mutation: `Steps.end` withdraws or keeps the promises of the ended lease without waiting for the step's event.
+    Mutation: `Steps.end` drops the lease at once although its step is in flight.
     """
     engine = engine_of(*ALL[layout]())
     prompt = toks(1, 24)

@@ -62,7 +62,7 @@ def test_t14_a_save_does_not_evict_the_prefix_it_extends():
     """A save whose pages follow a prefix that is on host already makes room by evicting others, or is not begun; the
     prefix, though longest unused, stays.
 
-    Mutation: `Transfers._make_room` does not hold the path in the host tier (`(DEVICE,)` and not `(DEVICE, HOST)`).
+    Mutation: `Transfers._make_room` does not hold the path in the host tier.
     """
     engine = engine_of(full(24, 8))
     prefix = on_host(engine, 1, 16)

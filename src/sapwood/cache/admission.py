@@ -241,7 +241,9 @@ class Desk:
         if match.cuts and not lease.detached:
             lease.cuts = match.cuts
             lease.tokens = match.tokens
-            root.makers.setdefault(match.tokens[: tree.page_bytes], []).append(lease)
+            for cut in match.cuts:
+                page = match.tokens[(cut - 1) * tree.page_bytes : cut * tree.page_bytes]
+                root.makers.setdefault(cut, {}).setdefault(page, []).append(lease)
         return lease
 
     def _read_loose(self, lease: Lease, g: int, wish: Wish, nodes: list[Node]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,8 @@ from .namespace import Namespace
 from .node import Root
 from .path import Path, agree
 from .tree import Tree
+
+_BESIDE = 64  # how many of the most recent siblings the nearest is looked for among
 
 
 class Explanation(NamedTuple):
@@ -115,7 +118,7 @@ def _diverged(tree: Tree, path: Path, tokens: bytes, cached: int, served: str, a
     if path.nodes and last.end > path.depth:
         beside = [(last, path.depth - last.start)]
     else:
-        beside = [(child, 0) for child in last.children.values()]
+        beside = [(child, 0) for child in islice(reversed(last.children.values()), _BESIDE)]
     size = tree.page_bytes
     pages = [
         bytes(node.edge[at * size : (at + 1) * size])

@@ -161,7 +161,7 @@ class HybridPrefixCache:
 
     def opening(self, lease: Lease, step: int) -> list[PageCopy]:
         """The copies to run before the first batch of a lease (or the next, after `adopt` and `rewind`)."""
-        self._live(lease)
+        self._seated(lease)
         if lease.opened or not (self._tree.slots or lease.source):
             lease.opened = True
             return []
@@ -189,7 +189,7 @@ class HybridPrefixCache:
 
     def grow(self, lease: Lease, upto: int) -> bool:
         """Private pages for the tokens up to `upto`, in every group or (False, nothing changed) in none."""
-        self._live(lease)
+        self._seated(lease)
         tree = self._tree
         columns = -(-upto // self.page_size)
         if all(4 * columns <= len(lease.tables[g]) for g in tree.paged):
@@ -204,7 +204,7 @@ class HybridPrefixCache:
     def grow_rows(self, leases: Sequence[Lease]) -> dict[str, Ids] | None:
         """One more page for each lease in every group of pages; the new ids by group, or None, nothing changed."""
         for lease in leases:
-            self._live(lease)
+            self._seated(lease)
         tree = self._tree
         n = len(leases)
         paged = tree.paged
@@ -243,30 +243,37 @@ class HybridPrefixCache:
     def publish(self, lease: Lease, tokens: bytes, upto: int, step: int) -> None:
         """Hand the first `upto` pages to the tree, promised by `step`; `tokens` are those of the request from its
         first on."""
-        self._live(lease)
+        self._seated(lease)
+        if len(tokens) < upto * self._tree.page_bytes:
+            raise ValueError(f"tokens must hold {upto} pages of {self.page_size}, got {len(tokens) // 4} tokens")
+        self._has_pages(lease, upto)
         if lease.writes and not lease.detached:
+            if lease.cuts:
+                self._snapshots.pass_cuts(lease, upto, self._steps.flights)
             steps = self._steps
             self._publisher.publish(lease, tokens, 0, upto, steps.flight(step), steps.oldest(step))
 
     def publish_rows(self, leases: Sequence[Lease], pages: bytes) -> None:
         """Each lease has computed one more page, real already: hand it to the tree. `pages` are their tokens, one page
         after the other."""
-        for lease in leases:
-            self._live(lease)
         if len(pages) != len(leases) * self._tree.page_bytes:
             raise ValueError(
                 f"pages must be one page of tokens a lease, got {len(pages)} bytes for {len(leases)} leases"
             )
-        self._steps.unsettled += self._publisher.publish_rows(leases, pages)
+        for lease in leases:
+            self._live(lease)
+            self._has_pages(lease, lease.depth + 1)
+        for lease, duplicates in self._publisher.publish_rows(leases, pages):
+            self._steps.remember_duplicates(lease, duplicates)
 
     def checkpoint(self, lease: Lease, page: int, step: int) -> list[PageCopy]:
         """Keep the state as it will be after `step`, at the end of `page` pages. Empty if no slot can be had."""
-        self._live(lease)
+        self._seated(lease)
         return self._snapshots.checkpoint(lease, page, self._steps.flight(step), rolling=False)
 
     def roll_checkpoint(self, lease: Lease, page: int, step: int) -> list[PageCopy]:
         """A checkpoint that takes the place of the lease's last rolling one once it is real."""
-        self._live(lease)
+        self._seated(lease)
         return self._snapshots.checkpoint(lease, page, self._steps.flight(step), rolling=True)
 
     def step_commit(self, step: int, reading: int | None = None) -> Commit:
@@ -299,6 +306,8 @@ class HybridPrefixCache:
         pages, rest = divmod(len(fill), self._tree.page_bytes)
         if rest:
             raise ValueError(f"fill must be whole pages of {self._tree.page_bytes} bytes, got {len(fill)} bytes")
+        if pages:
+            self._has_pages(lease, lease.depth + pages)
         publisher = self._publisher
         offered = len(publisher.real)
         if lease.writes and not lease.detached and self._steps.in_flight(reading) is None:
@@ -324,6 +333,8 @@ class HybridPrefixCache:
     def load_done(self, op: int, ok: bool) -> Landed:
         """A load is over: leases that can go on, and leases that must be given back and admitted without host."""
         landed = self._transfers.load_done(op, ok)
+        for lease in landed.failed:
+            self._uncount(lease)
         for lease in landed.ready:
             self._desk.seat(lease)
         return landed
@@ -392,15 +403,28 @@ class HybridPrefixCache:
     # ---- inside
 
     def _count(self, match: Match, lease: Lease) -> None:
-        reason = self._matcher.refine(match)
-        self._reasons[reason] = self._reasons.get(reason, 0) + 1
+        """A request counts once: not again when it comes back after a retraction."""
+        if match.binding.counted:
+            return
+        reason = lease.reason = self._matcher.refine(match)
+        match.binding.counted = True
+        self._add(lease, 1, reason)
+
+    def _uncount(self, lease: Lease) -> None:
+        """What it was to be served did not come: its next admission counts instead."""
+        if lease.reason:
+            self._add(lease, -1, lease.reason)
+            lease.binding.counted, lease.reason = False, ""
+
+    def _add(self, lease: Lease, sign: int, reason: str) -> None:
+        self._reasons[reason] = self._reasons.get(reason, 0) + sign
         for tally in (self._tally, lease.root.tally):
-            tally["requests"] += 1
-            tally["prompt_tokens"] += match.length
-            tally["cached_tokens"] += lease.start
+            tally["requests"] += sign
+            tally["prompt_tokens"] += sign * lease.length
+            tally["cached_tokens"] += sign * lease.start
         if reason != "hit":
-            reasons = lease.root.misses
-            reasons[reason] = reasons.get(reason, 0) + 1
+            misses = lease.root.misses
+            misses[reason] = misses.get(reason, 0) + sign
 
     @staticmethod
     def _space(namespace: Namespace) -> Namespace:
@@ -426,3 +450,15 @@ class HybridPrefixCache:
     def _live(self, lease: Lease) -> None:
         if lease not in self._leases:
             raise ValueError("this lease has ended; match and admit the request again")
+
+    def _seated(self, lease: Lease) -> None:
+        self._live(lease)
+        if lease.waits:
+            raise ValueError("this lease waits for a load; go on after load_done")
+
+    def _has_pages(self, lease: Lease, pages: int) -> None:
+        """What is published must be in the lease's tables."""
+        for g in self._tree.paged:
+            have = len(lease.tables[g]) // 4
+            if have < pages:
+                raise ValueError(f"the lease has {have} pages of group {self.groups[g].name!r}, cannot publish {pages}")

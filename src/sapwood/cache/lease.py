@@ -29,11 +29,12 @@ if TYPE_CHECKING:
 class Binding:
     """A request's tie to a namespace as it was when the request came. Frozen; ends with `unbind`."""
 
-    __slots__ = ("_root", "cache", "live")
+    __slots__ = ("_root", "cache", "counted", "live")
 
     def __init__(self, root: Root, cache: object) -> None:
         self._root = root
         self.cache = cache
+        self.counted = False  # in the statistics
         self.live = True
 
     @property
@@ -120,6 +121,7 @@ class Lease:
         "node",
         "opened",
         "own",
+        "reason",
         "rolling",
         "root",
         "seed",
@@ -165,6 +167,7 @@ class Lease:
         self.cached = 0
         self.rolling = 0  # page end of the checkpoint that the next one replaces
         self.unsaved: Span | None = None  # what it has made real and not offered for saving
+        self.reason = ""  # why it was not served more, if it has been counted
         self.writes = True
         self.detached = False
         self.ended = False

@@ -65,7 +65,7 @@ class LooseQueue:
                         tree.drop_slot(node, tier, g)
                         tree.count_evicted(node, tier, g, 1)
                         need -= 1
-                        tree.sweep(node)
+                        tree.sweep_evicted(node)
                     continue
                 need -= self._take(node, copy, which, need)
         assert need <= 0, "more was idle than could be found"
@@ -87,7 +87,7 @@ class LooseQueue:
             self._push(node, copy, 1)
         if not np.frombuffer(copy.pages[g], np.int32).any():
             copy.pages[g] = None
-            tree.sweep(node)
+            tree.sweep_evicted(node)
         return taken
 
     def _protected(self, node: Node) -> int:

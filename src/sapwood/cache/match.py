@@ -107,15 +107,13 @@ class Matcher:
         last = (length - 1) // tree.page_size
         deepest = 0
         size = tree.page_bytes
-        for maker in root.makers.get(tokens[:size], ()):
-            for cut in maker.cuts:
+        for cut, makers in root.makers.items():
+            if max(boundary, deepest) < cut <= last:
                 end = cut * size
-                if (
-                    max(boundary, deepest) < cut <= last
-                    and tokens[end - size : end] == maker.tokens[end - size : end]  # most differ there already
-                    and tokens.startswith(memoryview(maker.tokens)[:end])
-                ):
-                    deepest = cut
+                for maker in makers.get(tokens[end - size : end], ()):
+                    if tokens.startswith(memoryview(maker.tokens)[:end]):
+                        deepest = cut
+                        break
         return deepest
 
     def _sibling(self, path: Path, tokens: bytes, length: int) -> Sibling | None:

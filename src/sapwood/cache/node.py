@@ -108,7 +108,7 @@ class Root:
         self.hooked = True
         self.bound = 0
         self.holders: dict[Any, None] = {}  # leases and transfers that hold nodes here, oldest first
-        self.makers: dict[bytes, list[Any]] = {}  # first page -> leases that will make a snapshot
+        self.makers: dict[int, dict[bytes, list[Any]]] = {}  # cut -> its last page -> leases that will snapshot there
         self.tally = {
             "requests": 0,
             "prompt_tokens": 0,

@@ -66,6 +66,7 @@ class Snapshots:
         """Copy the working slots, which will stand at the end of `page` pages after the step, into new slots."""
         tree, room = self.tree, self.room
         if not tree.slots or lease.detached or not lease.writes:
+            self._skip_cut(lease, page)
             return []
         need = dict.fromkeys(tree.slots, 1)
         place = self._rolling_node(lease)
@@ -103,6 +104,7 @@ class Snapshots:
             for g, slot in snapshot.slots.items():
                 tree.pools[DEVICE][g].release(np.array([slot], np.int32), FLIGHT)
             self.counts["snapshots_lost"] += 1
+            self._skip_cut(lease, snapshot.page)
             return
         old = self._rolling_node(lease) if snapshot.rolling and lease.rolling != snapshot.page else None
         node = tree.node_ending(lease.node, snapshot.page)
@@ -117,22 +119,33 @@ class Snapshots:
                 if slot and not tree.pools[DEVICE][g].readers[slot]:
                     tree.drop_slot(old, DEVICE, g)
 
-    def _skip_cut(self, lease: Lease, page: int) -> None:
-        """Nobody need wait for a snapshot at `page` any more."""
-        lease.cuts = tuple(cut for cut in lease.cuts if cut != page)
+    def pass_cuts(self, lease: Lease, upto: int, flights: dict[int, Flight]) -> None:
+        """A chunk goes on beyond a cut: unless a checkpoint there is under way, there will be none."""
+        coming = {s.page for flight in flights.values() for s in flight.snapshots if s.lease is lease}
+        for cut in lease.cuts:
+            if cut < upto and cut not in coming:
+                self._skip_cut(lease, cut)
+
+    def _skip_cut(self, lease: Lease, cut: int) -> None:
+        """Nobody need wait for a snapshot at `cut` any more."""
+        if cut not in lease.cuts:
+            return
+        makers = lease.root.makers
+        size = self.tree.page_bytes
+        page = lease.tokens[(cut - 1) * size : cut * size]
+        if lease in makers.get(cut, {}).get(page, ()):
+            makers[cut][page].remove(lease)
+            if not makers[cut][page]:
+                del makers[cut][page]
+                if not makers[cut]:
+                    del makers[cut]
+        lease.cuts = tuple(other for other in lease.cuts if other != cut)
         if not lease.cuts:
-            self.stop_making(lease)
+            lease.tokens = b""
 
     def stop_making(self, lease: Lease) -> None:
-        if not lease.tokens:
-            return
-        key = lease.tokens[: self.tree.page_bytes]
-        makers = lease.root.makers.get(key)
-        if makers is not None and lease in makers:
-            makers.remove(lease)
-            if not makers:
-                del lease.root.makers[key]
-        lease.tokens, lease.cuts = b"", ()
+        for cut in lease.cuts:
+            self._skip_cut(lease, cut)
 
     def publish_state(self, lease: Lease, computed: int) -> None:
         """A request ends: its working slots become a snapshot, if they stand exactly at a published page end."""

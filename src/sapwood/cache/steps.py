@@ -31,7 +31,7 @@ class Steps:
         self.publisher = publisher
         self.snapshots = snapshots
         self.flights: dict[int, Flight] = {}
-        self.unsettled: list[tuple[Lease, list[tuple[int, int]]]] = []  # duplicates that steps in flight still read
+        self.unsettled: dict[Lease, list[tuple[int, int]]] = {}  # duplicates that steps in flight still read
         self.doomed = 0  # steps up to this one count as failed whatever they say: an earlier one has failed
         self.last = 0  # the newest step whose event has come
         self.counts = {"steps": 0, "steps_failed": 0, "duplicates_freed": 0}
@@ -61,7 +61,7 @@ class Steps:
         tree = self.tree
         self._event(step)
         flight = self.flights.pop(step, None)
-        self.counts["steps"] += 1
+        self.counts["steps" if step > self.doomed else "steps_failed"] += 1
         if flight is not None:
             if step > self.doomed:
                 for promise in flight.promises:
@@ -70,17 +70,24 @@ class Steps:
                     unmark(tree, promise)
                     self.publisher.became_real(promise.lease, promise.node, promise.first, promise.last, promise.fills)
                 tree.promises -= len(flight.promises)
-                self.unsettled += [(p.lease, p.duplicates) for p in flight.promises if p.duplicates]
+                for promise in flight.promises:
+                    if promise.duplicates:
+                        self.remember_duplicates(promise.lease, promise.duplicates)
                 for snapshot in flight.snapshots:
                     self.snapshots.land(snapshot)
             self._over(flight)
         if reading is None and self.unsettled:
-            for lease, duplicates in self.unsettled:
+            for lease, duplicates in self.unsettled.items():
                 self.publisher.settle(lease, duplicates)
-            self.unsettled = []
+            self.unsettled = {}
         real, replaced = self.publisher.take()
         self.counts["duplicates_freed"] += len(replaced)
         return Commit(real, replaced)
+
+    def remember_duplicates(self, lease: Lease, duplicates: list[tuple[int, int]]) -> None:
+        """To be given up when nothing in flight reads the lease's table, or with the lease."""
+        if not lease.ended:
+            self.unsettled.setdefault(lease, []).extend(duplicates)
 
     def _event(self, step: int) -> None:
         if step <= self.last:
@@ -253,6 +260,7 @@ class Steps:
         """Drop a lease; if step `reading` still runs one of its rows, what it touches waits for that."""
         tree = self.tree
         lease.ended = True
+        self.unsettled.pop(lease, None)
         self.snapshots.stop_making(lease)
         for transfer in lease.waits:
             transfer.waiters.remove(lease)

@@ -423,6 +423,7 @@ class Transfers:
                 spans = [(0, lease.boundary)] if g in tree.closed else lease.wanted.get(g, [])
                 if len(lease.tables[g]) < 4 * lease.boundary:
                     lease.tables[g].extend(bytes(4 * lease.boundary - len(lease.tables[g])))
+                lease.upto[g] = max(lease.upto[g], lease.boundary)  # given, not private: others may read them too
                 table = np.frombuffer(lease.tables[g], np.int32)
                 for low, high in spans:
                     inside = (columns >= low) & (columns < high)

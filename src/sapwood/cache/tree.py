@@ -398,6 +398,18 @@ class Tree:
             self.prune(at)
             at = above
 
+    def sweep_evicted(self, node: Node) -> None:
+        """`sweep` after pages of `node` were evicted: where nothing is left, something was."""
+        at: Node | None = node
+        while at is not None and at.parent is not None and self._bare(at):
+            above = at.parent
+            self.ghosts.remember(at, 0, self)
+            self.prune(at)
+            at = above
+
+    def _has_something(self, node: Node) -> bool:
+        return any(copy.count or any(copy.pages) for copy in (self.copy_in(node, t) for t in self.tiers))
+
     def _bare(self, node: Node) -> bool:
         if node.children:
             return False
@@ -413,7 +425,8 @@ class Tree:
         """Take a node without children out of the tree, with whatever it still has."""
         parent = node.parent
         assert parent is not None and not node.children
-        self.ghosts.remember(node, 0, self)
+        if self._has_something(node):
+            self.ghosts.remember(node, 0, self)
         self._free_from(node, 0)
         del parent.children[bytes(node.edge[: self.page_bytes])]
         if parent.recent is node:
