@@ -175,7 +175,10 @@ class HybridPrefixCache:
         self._live(lease)
         if not self.enabled:
             return position
-        return self._follower.adopt(lease, tokens, position)
+        begin = self._follower.adopt(lease, tokens, position)
+        for tally in (self._tally, lease.root.tally):
+            tally["cached_tokens"] += begin - position
+        return begin
 
     def growable(self, lease: Lease, upto: int) -> int:
         """Up to which token, at most `upto`, every group could give pages now."""

@@ -1,0 +1,271 @@
+"""Orders of calls a scheduler can make that are easy to forget, and what must be true after them."""
+
+from __future__ import annotations
+
+import pytest
+
+from sapwood.cache import HybridPrefixCache, Namespace, token_bytes
+
+from .driver import BASE, Engine, full, state, toks
+
+ADAPTER = Namespace(adapter=b"x" * 32)
+
+
+def opened(*groups, tokens: int = 24, upto: int = 8):
+    """A cache and a fresh lease with pages for its first tokens."""
+    cache = HybridPrefixCache(4, groups or (full(8),))
+    prompt = token_bytes(toks(1, tokens))
+    binding = cache.bind(BASE)
+    lease, _ = cache.admit(cache.match_prefix(binding, prompt), upto)
+    cache.opening(lease, 1)
+    return cache, lease, prompt
+
+
+def only_on_host(ns: Namespace) -> tuple[Engine, list[int]]:
+    """A prompt of six pages that was written to host and has left the device."""
+    engine = Engine(4, full(6, 32), save="through")
+    prompt = toks(1, 24)
+    engine.run("first", prompt, 1, ns)
+    engine.settle()
+    engine.run("other", toks(2, 24), 1)
+    engine.settle()
+    return engine, prompt
+
+
+@pytest.mark.parametrize("second", [True, False])
+@pytest.mark.parametrize("end", ["finish", "abort between"])
+def test_namespace_goes_between_two_loads_that_one_request_waits_for(second: bool, end: str) -> None:
+    """What the first load brings is the waiting requests' alone; it is freed with them, whatever the second does.
+
+    Mutation: `_give_privately` leaves `upto` where it was, and the pages are taken for private ones.
+    """
+    engine, prompt = only_on_host(ADAPTER)
+    cache = engine.cache
+    leases, ops = [], []
+    for pages in (2, 4):
+        binding = cache.bind(ADAPTER)
+        match = cache.match_prefix(binding, token_bytes([*prompt[: 4 * pages], 7]))
+        lease, operation = cache.admit(match, match.start + 1)
+        leases.append(lease)
+        ops.append(operation.op)
+    assert len(leases[1].waits) == 2
+    cache.evict_namespace(ADAPTER)
+    cache.check()
+    cache.load_done(ops[0], True)
+    cache.check()
+    if end == "abort between":
+        cache.finish_request(leases[1], b"", 0, None)
+        cache.check()
+        cache.load_done(ops[1], second)
+    else:
+        landed = cache.load_done(ops[1], second)
+        assert (leases[1] in landed.ready) == second
+        cache.check()
+        cache.finish_request(leases[1], b"", 0, None)
+    cache.finish_request(leases[0], b"", 0, None)
+    cache.check()
+    cache.flush()
+    assert engine.pages("full")["free"] == 6 and engine.pages("full", "host")["free"] == 32
+
+
+def test_duplicates_of_ended_requests_are_forgotten_under_steady_overlap() -> None:
+    """With a step always in flight, nothing about a request stays behind when it has ended.
+
+    Mutation: `Steps.end` leaves the lease in `unsettled`.
+    """
+    engine = Engine(4, full(64))
+    prompt = toks(1, 16)
+    engine.run("first", prompt, 1)
+    for number in range(60):
+        if len(engine.running) + len(engine.waiting) < 3:
+            engine.submit(f"r{number}", prompt, 4, reads=False)
+        engine.plan()
+        if len(engine.flights) > 1:
+            engine.done()
+    kept = engine.cache._steps.unsettled
+    assert kept and not any(lease.ended for lease in kept)
+    assert len(kept) <= engine.cache.stats()["leases"]
+
+
+WRONG = {
+    "publish more than the lease has": lambda c, lease, prompt: c.publish(lease, prompt, 4, 1),
+    "publish more than the tokens": lambda c, lease, prompt: c.publish(lease, prompt[:16], 2, 1),
+    "publish a row without a page": lambda c, lease, prompt: c.publish_rows([lease] * 1, token_bytes(toks(3, 4))),
+    "publish half a row": lambda c, lease, prompt: c.publish_rows([lease], prompt[:8]),
+    "fill beyond the lease": lambda c, lease, prompt: c.finish_request(lease, prompt[:64], 24, None),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_publishing_what_is_not_there_is_refused(name: str) -> None:
+    """A caller that publishes pages its lease has not got is told so, and nothing has changed.
+
+    Mutation: `_has_pages` returns without looking.
+    """
+    cache, lease, prompt = opened(upto=8)
+    if name == "publish a row without a page":
+        cache.publish(lease, prompt, 2, 1)
+        cache.step_commit(1)
+    before = cache.stats()
+    with pytest.raises(ValueError, match=r"pages|tokens"):
+        WRONG[name](cache, lease, prompt)
+    assert cache.stats() == before
+    cache.check()
+
+
+@pytest.mark.parametrize("call", ["grow", "grow_rows", "publish", "opening", "checkpoint"])
+def test_a_lease_that_waits_for_a_load_does_nothing_else(call: str) -> None:
+    """Pages given to a lease that is loading would be lost: it is refused until load_done.
+
+    Mutation: `_seated` does not look at `waits`.
+    """
+    engine, prompt = only_on_host(BASE)
+    cache = engine.cache
+    raw = token_bytes(prompt)
+    lease, operation = cache.admit(cache.match_prefix(cache.bind(BASE), raw), len(prompt))
+    assert lease.loading
+    calls = {
+        "grow": lambda: cache.grow(lease, 24),
+        "grow_rows": lambda: cache.grow_rows([lease]),
+        "publish": lambda: cache.publish(lease, raw, 6, engine.step + 1),
+        "opening": lambda: cache.opening(lease, engine.step + 1),
+        "checkpoint": lambda: cache.checkpoint(lease, 6, engine.step + 1),
+    }
+    with pytest.raises(ValueError, match="waits for a load"):
+        calls[call]()
+    cache.check()
+    cache.load_done(operation.op, True)
+    cache.check()
+    assert cache.table(lease, "full").all()
+
+
+def test_what_was_only_promised_was_never_evicted() -> None:
+    """A prompt whose only step failed was never cached: explain does not say that it had to make room.
+
+    Mutation: `Tree.prune` remembers a ghost of a node that has nothing.
+    """
+    engine = Engine(4, full(64))
+    engine.submit("ann", toks(1, 16), 1)
+    engine.plan()
+    engine.fail()
+    engine.abort("ann")
+    assert engine.cache.explain(BASE, toks(1, 16)).reason == "empty"
+    assert not engine.cache.stats()["ghosts"]["entries"]
+
+
+def test_a_request_counts_once() -> None:
+    """Coming back after a retraction is not a new request, and its own pages are no hit.
+
+    Mutation: `_count` does not look at `counted`.
+    """
+    engine = Engine(4, full(64))
+    request = engine.submit("ann", toks(1, 16), 8)
+    engine.plan()
+    engine.done()
+    engine.retract(request)
+    engine.idle()
+    stats = engine.cache.stats()
+    assert (stats["requests"], stats["prompt_tokens"], stats["cached_tokens"], stats["retracted"]) == (1, 16, 0, 1)
+
+
+def test_a_failed_load_is_no_hit() -> None:
+    """What did not come was not served: the request counts with what its second admission found.
+
+    Mutation: `load_done` does not take the count back.
+    """
+    engine, prompt = only_on_host(BASE)
+    before = engine.cache.stats()
+    engine.submit("ann", prompt, 1)
+    engine.plan()
+    engine.land(next(iter(engine.operations)), False)
+    engine.idle()
+    after = engine.cache.stats()
+    assert after["requests"] == before["requests"] + 1
+    assert after["prompt_tokens"] == before["prompt_tokens"] + 24
+    assert after["cached_tokens"] == before["cached_tokens"]
+
+
+def test_what_is_adopted_later_counts_too() -> None:
+    """A request that takes over a chunk somebody else has published since counts those tokens as cached.
+
+    Mutation: `adopt` does not count.
+    """
+    engine = Engine(4, full(64))
+    prompt = toks(1, 24)
+    engine.submit("ann", prompt, 1)
+    late = engine.submit("bob", prompt, 1)
+    assert engine.admit(late, 4) and late.cached == 0
+    engine.waiting.remove(late)
+    engine.running.append(late)
+    engine.waiting, first = [], engine.waiting[0]
+    assert engine.admit(first, 24)
+    engine.running.insert(0, first)
+    engine.idle()
+    assert late.cached == 23
+    assert engine.cache.stats()["cached_tokens"] == 23
+
+
+def test_a_doomed_step_counts_as_failed() -> None:
+    """Of two steps in flight the first fails: two have failed, whatever the second says.
+
+    Mutation: `commit` counts every step as done.
+    """
+    engine = Engine(4, full(64))
+    engine.submit("ann", toks(1, 16), 8)
+    engine.plan()
+    engine.plan()
+    engine.fail()
+    engine.done()
+    steps = engine.cache.stats()["steps"]
+    assert (steps["steps"], steps["steps_failed"]) == (0, 2)
+
+
+def test_nobody_waits_for_a_snapshot_that_will_not_come() -> None:
+    """A chunk that runs past its cut leaves no snapshot there: who waited for it need not wait on.
+
+    Mutation: `publish` does not pass the cuts.
+    """
+    cache, lease, prompt = opened(full(32), state(4), tokens=40, upto=40)
+    (cut,) = lease.cuts
+    neighbour = cache.bind(BASE)
+    assert cache.match_prefix(neighbour, prompt).pending == cut
+    cache.publish(lease, prompt, cut + 1, 1)
+    assert cache.match_prefix(neighbour, prompt).pending == 0
+    cache.step_commit(1)
+    cache.check()
+
+
+def test_a_thousand_makers_cost_a_match_little() -> None:
+    """Looking for a promised snapshot does not look at every running request.
+
+    Mutation: `_pending` compares with every maker: the wrong ones here cannot even be compared.
+    """
+    cache = HybridPrefixCache(4, [full(4000), state(500)])
+    head = toks(1, 64)
+    for number in range(400):
+        prompt = token_bytes(head + toks(2 + number, 9))
+        lease, _ = cache.admit(cache.match_nothing(cache.bind(BASE), prompt), 4)
+        assert lease.cuts == (18,)
+    makers = cache._tree.roots[BASE].makers
+    assert list(makers) == [18] and len(makers[18]) == 400
+    assert cache.match_prefix(cache.bind(BASE), prompt).pending == 18
+    assert cache.match_prefix(cache.bind(BASE), token_bytes(head + toks(900, 9))).pending == 0
+
+
+def test_the_same_match_can_be_admitted_twice() -> None:
+    """N samples of one prompt may share one match: each gets pages of its own beyond what is shared.
+
+    Mutation: `Desk._open` changes the path of the match it is given.
+    """
+    engine = Engine(4, full(64))
+    prompt = toks(1, 18)
+    engine.run("first", prompt, 1)
+    cache = engine.cache
+    match = cache.match_prefix(cache.bind(BASE), token_bytes(prompt[:10] + toks(3, 8)))
+    tables = []
+    for _ in range(3):
+        lease, _ = cache.admit(match, 18)
+        cache.check()
+        tables.append(cache.table(lease, "full").tolist())
+    assert len({tuple(table[:2]) for table in tables}) == 1
+    assert len({page for table in tables for page in table[2:]}) == 9
