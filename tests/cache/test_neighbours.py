@@ -269,3 +269,10 @@ def test_the_same_match_can_be_admitted_twice() -> None:
         tables.append(cache.table(lease, "full").tolist())
     assert len({tuple(table[:2]) for table in tables}) == 1
     assert len({page for table in tables for page in table[2:]}) == 9
+
+
+def test_a_table_of_no_group_is_refused() -> None:
+    """A misspelt group is named, with what would be right. Mutation: `table` looks the name up unchecked."""
+    cache, lease, _ = opened(full(8), state(4))
+    with pytest.raises(ValueError, match="group must be one of full, state, got 'attention'"):
+        cache.table(lease, "attention")

@@ -226,6 +226,8 @@ class HybridPrefixCache:
 
     def table(self, lease: Lease, group: str) -> Ids:
         """The pages of one group by column (0 = hole); for a family of slots, the working slot."""
+        if group not in self._index:
+            raise ValueError(f"group must be one of {', '.join(self._index)}, got {group!r:.60}")
         return lease.table(self._index[group])
 
     def write_from(self, lease: Lease, start: int) -> dict[str, int]:
