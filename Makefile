@@ -25,7 +25,7 @@ test-all: $(STAMP)  ## the same, and the long attacks
 lint: $(STAMP)  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict src/sapwood/cache src/sapwood/scheduler
+	$(BIN)/mypy --strict $(wildcard src/sapwood/cache src/sapwood/scheduler)
 
 bench: $(BENCH)  ## figures, beside the yardsticks, in one run
 	$(BIN)/python -m benchmarks
