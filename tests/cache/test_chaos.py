@@ -136,7 +136,7 @@ def _walks(layout: str, seconds: float) -> int:
 
 def test_state_machine() -> None:
     """Random lives against the naive model, shrunk to the shortest story if one goes wrong."""
-    _run(examples=120, steps=50)
+    _run(examples=300, steps=50)
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
