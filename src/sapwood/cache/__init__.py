@@ -6,12 +6,13 @@ from .facade import HybridPrefixCache
 from .families import Family, register_family
 from .group import CacheGroup
 from .lease import Binding, Lease, Match, PageCopy, Span
+from .load import Landed
 from .namespace import Namespace
 from .pool import PoolError
 from .publish import Replaced
 from .steps import Commit
 from .tokens import token_bytes
-from .transfer import Landed, Operation
+from .transfer import Operation
 
 __all__ = [
     "AllBlocksCleared",

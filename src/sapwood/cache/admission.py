@@ -9,11 +9,12 @@ import numpy as np
 from .flight import note_promises
 from .group import DEVICE, HOST
 from .lease import Holder, Lease, Match, Sibling
+from .load import Loads
 from .node import Node
 from .path import Path
 from .pool import FLIGHT, LEASE, UNHOOKED, Ids
 from .room import Room
-from .transfer import Operation, Transfer, Transfers
+from .transfer import Operation, Transfer
 from .tree import Tree
 
 
@@ -32,10 +33,10 @@ class Wish(NamedTuple):
 class Desk:
     """Where requests come in."""
 
-    def __init__(self, tree: Tree, room: Room, transfers: Transfers) -> None:
+    def __init__(self, tree: Tree, room: Room, loads: Loads) -> None:
         self.tree = tree
         self.room = room
-        self.transfers = transfers
+        self.loads = loads
 
     def wish(self, match: Match, upto: int) -> Wish:
         """What it takes to admit `match` and give it pages up to token `upto`."""
@@ -114,7 +115,7 @@ class Desk:
     def _load_one(
         self, g: int, column: int, page: int, load: dict[int, tuple[Ids, Ids]], joined: list[Transfer]
     ) -> None:
-        transfer = self.transfers.loading.get((g, page))
+        transfer = self.loads.loading.get((g, page))
         if transfer is not None:
             if transfer not in joined:
                 joined.append(transfer)
@@ -174,7 +175,7 @@ class Desk:
             columns = [c for c, _ in wish.load.values()]
             first = min((int(c.min()) for c in columns), default=0)
             last = max((int(c.max()) + 1 for c in columns), default=0)
-            operation = self.transfers.begin_load(lease, lease.node, first, last, wish.load, wish.joined)
+            operation = self.loads.begin_load(lease, lease.node, first, last, wish.load, wish.joined)
         for g in tree.slots:
             slot = tree.pools[DEVICE][g].allocate(1, LEASE)
             lease.working[g] = int(slot[0])

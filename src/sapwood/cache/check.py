@@ -10,24 +10,24 @@ import numpy.typing as npt
 from .group import DEVICE, TIERS
 from .hashes import chain
 from .lease import Holder, Lease
+from .load import Loads
 from .node import Node, Root
 from .pool import FLIGHT, FREE, LEASE, TREE, UNHOOKED, Ids
 from .steps import Steps
-from .transfer import Transfers
 from .tree import Tree, as_ids
 
 _HASHED_PAGES = 3000  # verify the hashes of trees up to this size
 
 
-def check(tree: Tree, transfers: Transfers, steps: Steps, leases: dict[Lease, None]) -> None:
+def check(tree: Tree, loads: Loads, steps: Steps, leases: dict[Lease, None]) -> None:
     """Raise AssertionError with what is wrong."""
-    _Check(tree, transfers, steps, leases).run()
+    _Check(tree, loads, steps, leases).run()
 
 
 class _Check:
-    def __init__(self, tree: Tree, transfers: Transfers, steps: Steps, leases: dict[Lease, None]) -> None:
+    def __init__(self, tree: Tree, loads: Loads, steps: Steps, leases: dict[Lease, None]) -> None:
         self.tree = tree
-        self.transfers = transfers
+        self.loads = loads
         self.steps = steps
         self.leases = leases
         self.owner = [[np.zeros(p.capacity + 1, np.uint8) for p in row] for row in tree.pools]
@@ -51,7 +51,7 @@ class _Check:
                 else:
                     self._holder(holder)
         self._flights()
-        for transfer in [*self.transfers.pending.values(), *self.transfers.arrived.values()]:
+        for transfer in [*self.loads.ledger.pending.values(), *self.loads.arrived.values()]:
             for g, (_, targets) in transfer.parts.items():
                 self._own(transfer.tier, g, targets[targets != 0], FLIGHT, f"transfer {transfer.op}")
         self._pools()

@@ -23,15 +23,17 @@ from .follow import Follower
 from .group import DEVICE, HOST, TIERS, CacheGroup, validate_groups, whole_number
 from .hashes import chain
 from .lease import Binding, Lease, Match, PageCopy, Span
+from .load import Landed, Loads
 from .match import Matcher
 from .namespace import Namespace
 from .pool import LEASE, OWNERS, Ids, PagePool
 from .publish import Publisher
 from .room import Room
+from .save import Saves
 from .snapshots import Snapshots
 from .steps import Commit, Steps
 from .tokens import token_bytes
-from .transfer import Landed, Operation, Transfers
+from .transfer import Ledger, Operation
 from .tree import Tree
 from .unhook import unhook
 
@@ -68,9 +70,11 @@ class HybridPrefixCache:
         self.enabled = enabled
         self._tree = tree = Tree(page_size, groups, hashes, events, ghost_bytes)
         self._room = Room(tree)
-        self._transfers = Transfers(tree, self._room)
+        self._ledger = Ledger(tree)
+        self._saves = Saves(tree, self._room, self._ledger)
+        self._loads = Loads(tree, self._ledger)
         self._matcher = Matcher(tree)
-        self._desk = Desk(tree, self._room, self._transfers)
+        self._desk = Desk(tree, self._room, self._loads)
         self._follower = Follower(tree, self._matcher)
         self._publisher = Publisher(tree, save_pages)
         self._snapshots = Snapshots(tree, self._room, self._follower, self._publisher)
@@ -329,15 +333,15 @@ class HybridPrefixCache:
 
     def begin_save(self, span: Span) -> Operation | None:
         """Start to copy real pages to host; None if there is nothing to do or no room."""
-        return self._transfers.begin_save(span)
+        return self._saves.begin_save(span)
 
     def save_done(self, op: int, ok: bool) -> Span | None:
         """A save is over; what host has now is visible. None if it failed or its namespace is gone."""
-        return self._transfers.save_done(op, ok)
+        return self._saves.save_done(op, ok)
 
     def load_done(self, op: int, ok: bool) -> Landed:
         """A load is over: leases that can go on, and leases that must be given back and admitted without host."""
-        landed = self._transfers.load_done(op, ok)
+        landed = self._loads.load_done(op, ok)
         for lease in landed.failed:
             self._uncount(lease)
         for lease in landed.ready:
@@ -383,7 +387,7 @@ class HybridPrefixCache:
             "evicted": evicted,
             **self._tally,
             "reasons": dict(self._reasons),
-            "transfers": dict(self._transfers.counts),
+            "transfers": dict(self._ledger.counts),
             "steps": {**self._steps.counts, **self._snapshots.counts},
             "nodes": tree.nodes,
             "leases": len(self._leases),
@@ -397,7 +401,7 @@ class HybridPrefixCache:
 
     def check(self) -> None:
         """Raise AssertionError, saying what is wrong, if an invariant does not hold. Slow: for tests."""
-        checking.check(self._tree, self._transfers, self._steps, self._leases)
+        checking.check(self._tree, self._loads, self._steps, self._leases)
 
     def watch(self, seen: Callable[[str, str, str, Ids], None]) -> None:
         """Call `seen(group, tier, "taken" | "freed", pages)` whenever pages change hands with a pool: for checkers."""

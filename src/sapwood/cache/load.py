@@ -1,0 +1,217 @@
+"""Loads: from host to the device for leases that wait, each page once however many want it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .flight import note_promises
+from .group import DEVICE, HOST
+from .lease import Holder, Lease
+from .node import Node
+from .pool import FLIGHT, TREE, UNHOOKED, Ids
+from .transfer import Ledger, Operation, Parts, Transfer, spread
+from .tree import Tree
+
+
+class Landed(NamedTuple):
+    """What came of a load: leases that can go on, and leases whose pages did not come."""
+
+    ready: list[Lease]
+    failed: list[Lease]
+
+
+class Loads:
+    def __init__(self, tree: Tree, ledger: Ledger) -> None:
+        self.tree = tree
+        self.ledger = ledger
+        self.arrived: dict[int, Transfer] = {}  # acknowledged loads that wait for one above them
+        self.loading: dict[tuple[int, int], Transfer] = {}  # (group, host page) of groups that are not closed
+
+    def begin_load(
+        self,
+        lease: Lease,
+        node: Node,
+        first: int,
+        last: int,
+        wanted: dict[int, tuple[Ids, Ids]],
+        joined: list[Transfer],
+    ) -> Operation | None:
+        """Start to bring `wanted` (by group: columns and host pages) to the device, for `lease`, which also waits
+        for what others are loading already. The caller has seen that there is room."""
+        tree = self.tree
+        for transfer in joined:
+            transfer.waiters.append(lease)
+            lease.waits.append(transfer)
+        self.ledger.counts["loads_joined"] += len(joined)
+        if not wanted:
+            return None
+        held = {(HOST, g): ids for g, (_, ids) in wanted.items()}
+        holder = Holder(tree, node, (DEVICE, HOST), (first, last), held)
+        parts: Parts = {}
+        for g, (columns, ids) in wanted.items():
+            targets = tree.pools[DEVICE][g].allocate(len(ids), FLIGHT)
+            parts[g] = (spread(columns, ids, first, last), spread(columns, targets, first, last))
+        operation = self.ledger.begin(DEVICE, node, first, last, parts, holder)
+        transfer = self.ledger.pending[operation.op]
+        transfer.waiters.append(lease)
+        lease.waits.append(transfer)
+        for g, (columns, ids) in wanted.items():
+            if g in tree.closed:
+                for at, _, _ in tree.cover(node, int(columns[0]), int(columns[-1]) + 1):
+                    if not at.device.count and at.loading is None:
+                        at.loading = transfer
+            else:
+                for page in ids.tolist():
+                    self.loading[g, page] = transfer
+        return operation
+
+    def load_done(self, op: int, ok: bool) -> Landed:
+        transfer = self.ledger.end(op, DEVICE)
+        landed = Landed([], [])
+        queue = [(transfer, ok)]
+        while queue:
+            at, fine = queue.pop(0)
+            if fine and not at.holder.detached and self._must_wait(at):
+                continue
+            self._land(at, fine, landed)
+            queue += [(later, True) for later in at.after]
+        return landed
+
+    def _must_wait(self, transfer: Transfer) -> bool:
+        """Pages are never on the device without those above them: a load that arrives first waits for the other."""
+        tree = self.tree
+        if not any(g in transfer.parts for g in tree.closed):
+            return False
+        above: Node | None = tree.cover(transfer.node, transfer.first, transfer.last)[-1][0].parent
+        while above is not None and above.n and not above.device.count:
+            if above.loading is not None and above.loading is not transfer and above.loading.op in self.ledger.pending:
+                above.loading.after.append(transfer)
+                self.arrived[transfer.op] = transfer
+                return True
+            above = above.parent
+        return False
+
+    def _land(self, transfer: Transfer, ok: bool, landed: Landed) -> None:
+        tree = self.tree
+        self.arrived.pop(transfer.op, None)
+        waiters = [lease for lease in transfer.waiters if not lease.ended]
+        for lease in waiters:
+            lease.waits.remove(transfer)
+        for g, (sources, _) in transfer.parts.items():
+            if g not in tree.closed:
+                for page in sources[sources != 0].tolist():
+                    self.loading.pop((g, page), None)
+        if transfer.holder.detached:
+            if ok and waiters:
+                self._give_privately(transfer, waiters)
+            else:
+                self.ledger.free_targets(transfer)
+        else:
+            for node, _, _ in tree.cover(transfer.node, transfer.first, transfer.last):
+                if node.loading is transfer:
+                    node.loading = None
+            if ok and self._closed_above(transfer):
+                self._land_on_device(transfer, waiters)
+            else:
+                ok = False
+                self.ledger.free_targets(transfer)
+        self.ledger.let_go(transfer)
+        if not ok:
+            self.ledger.counts["loads_failed"] += 1
+            landed.failed.extend(lease for lease in waiters if lease not in landed.failed)
+        else:
+            landed.ready.extend(lease for lease in waiters if not lease.waits and lease not in landed.failed)
+
+    def _closed_above(self, transfer: Transfer) -> bool:
+        if not any(g in transfer.parts for g in self.tree.closed):
+            return True
+        above = self.tree.cover(transfer.node, transfer.first, transfer.last)[-1][0].parent
+        return above is None or not above.n or above.device.count > 0
+
+    def _land_on_device(self, transfer: Transfer, waiters: list[Lease]) -> None:
+        tree = self.tree
+        stored: list[tuple[int, int]] = []
+        closed = [g for g in tree.closed if g in transfer.parts]
+        if closed:
+            for node, first, last in reversed(tree.cover(transfer.node, transfer.first, transfer.last)):
+                a, b = node.start + first, node.start + last
+                targets = transfer.parts[closed[0]][1][a - transfer.first : b - transfer.first]
+                if not targets.any():
+                    continue
+                if node.device.count or first or last != node.n or not targets.all():
+                    self.ledger.free_columns(transfer, a, b)  # it was computed meanwhile
+                    continue
+                pages = {}
+                for g in closed:
+                    ids = transfer.parts[g][1][a - transfer.first : b - transfer.first]
+                    tree.pools[DEVICE][g].move(ids, FLIGHT, TREE)
+                    pages[g] = ids.tobytes()
+                tree.put_closed(node, DEVICE, pages)
+                self.ledger.count(transfer, "loaded", last - first)
+                if tree.told in closed:
+                    stored.append((a, b))
+        for g, (_, targets) in transfer.parts.items():
+            if g in tree.closed:
+                continue
+            columns = targets.nonzero()[0].astype(np.int32) + np.int32(transfer.first)
+            land = self.ledger.land_slot if g in tree.slots else self.ledger.land_loose
+            kept = land(transfer.node, DEVICE, g, columns, targets[targets != 0])
+            self.ledger.count(transfer, "loaded", sum(high - low for low, high in kept))
+            if g == tree.told:
+                stored += kept
+            for lease in waiters:
+                self._take(lease, g)
+        for lease in waiters:
+            note_promises(self.tree, lease)
+        self.ledger.announce(transfer.node, DEVICE, stored)
+
+    def _take(self, lease: Lease, g: int) -> None:
+        """A waiting lease reads at once what has come for it, so that nobody evicts it before the lease goes on."""
+        tree = self.tree
+        pool = tree.pools[DEVICE][g]
+        if g in tree.slots:
+            at = lease.seed_node
+            if at is not None and g not in lease.seed and at.device.pages[g]:
+                lease.seed[g] = at.device.pages[g]
+                pool.read(np.array([lease.seed[g]], np.int32))
+            return
+        table = np.frombuffer(lease.tables[g], np.int32)
+        for low, high in lease.wanted.get(g, ()):
+            for node, first, last in tree.cover(lease.node, low, high):
+                pages = node.device.pages[g]
+                if pages is None:
+                    continue
+                there = np.frombuffer(pages, np.int32)[first:last]
+                mine = table[node.start + first : node.start + last]
+                new = (mine == 0) & (there != 0)
+                mine[new] = there[new]
+                pool.read(there[new])
+
+    def _give_privately(self, transfer: Transfer, waiters: list[Lease]) -> None:
+        """Its namespace was unhooked meanwhile: what came goes to those who waited, and to nobody else."""
+        tree = self.tree
+        for g, (_, targets) in transfer.parts.items():
+            pool = tree.pools[DEVICE][g]
+            ids = targets[targets != 0]
+            columns = targets.nonzero()[0] + transfer.first
+            pool.move(ids, FLIGHT, UNHOOKED)
+            for lease in waiters:
+                if g in tree.slots:
+                    if g not in lease.seed and int(columns[0]) + 1 == lease.boundary:
+                        lease.seed[g] = int(ids[0])
+                        pool.readers[ids] += 1
+                    continue
+                spans = [(0, lease.boundary)] if g in tree.closed else lease.wanted.get(g, [])
+                if len(lease.tables[g]) < 4 * lease.boundary:
+                    lease.tables[g].extend(bytes(4 * lease.boundary - len(lease.tables[g])))
+                lease.upto[g] = max(lease.upto[g], lease.boundary)  # given, not private: others may read them too
+                table = np.frombuffer(lease.tables[g], np.int32)
+                for low, high in spans:
+                    inside = (columns >= low) & (columns < high)
+                    at, pages = columns[inside], ids[inside]
+                    new = table[at] == 0
+                    table[at[new]] = pages[new]
+                    pool.readers[pages[new]] += 1
+            pool.release(ids[pool.readers[ids] == 0], UNHOOKED)
