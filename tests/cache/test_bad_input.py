@@ -375,7 +375,7 @@ def saved(cache: HybridPrefixCache) -> int:
 def test_an_unknown_transfer(number, ok):
     """The end of a transfer that was never begun is refused with its number.
 
-    Mutation: `Transfers._end` takes whatever number it is given.
+    Mutation: `Ledger.end` takes whatever number it is given.
     """
     cache = some_cache()
     saved(cache)
@@ -387,7 +387,7 @@ def test_an_unknown_transfer(number, ok):
 def test_a_transfer_that_is_over(ok):
     """A transfer ends once; news of it again, and news of a save as a load, are refused with its number.
 
-    Mutation: `Transfers._end` keeps the transfer; or does not look which way it goes.
+    Mutation: `Ledger.end` keeps the transfer; or does not look which way it goes.
     """
     cache = some_cache()
     op = saved(cache)
@@ -400,7 +400,7 @@ def test_a_transfer_that_is_over(ok):
 def test_a_load_that_is_over():
     """A load ends once; news of it again, and news of it as a save, are refused with its number.
 
-    Mutation: `Transfers._end` keeps the transfer; or does not look which way it goes.
+    Mutation: `Ledger.end` keeps the transfer; or does not look which way it goes.
     """
     cache = HybridPrefixCache(PAGE, [full(4, 16)], save_pages=1)
     lease = admitted(cache, RAW[:36])

@@ -100,7 +100,7 @@ def test_l02_every_path_uses_the_requests_own_namespace(layout):
     """First chunk, later chunks, decode, finish, retraction and resumption, write-back and load-back: in all of them a
     request reads, publishes, saves and loads under its own namespace, while others do the same with the same tokens.
 
-    Mutation: `Follower.adopt` (later chunks) walks the first root it finds; or `Transfers._begin` names the default
+    Mutation: `Follower.adopt` (later chunks) walks the first root it finds; or `Ledger.begin` names the default
     namespace in its operation; or `tell_stored` does in its event.
     """
     engine = engine_of(*LAYOUTS[layout](), save="through", events=True, every=1)
@@ -462,7 +462,7 @@ def test_l12_hundreds_of_adapters_loaded_and_unloaded_leave_nothing_behind(layou
 def test_l13_an_adapter_that_is_only_on_host_is_loaded_from_its_root_down(layout):
     """An adapter whose whole prefix sits in host memory is served from there, from its first page on.
 
-    Mutation: `Transfers._closed_above` wants a device copy of the root itself (`above.device.count > 0` for `n == 0`);
+    Mutation: `Loads._closed_above` wants a device copy of the root itself (`above.device.count > 0` for `n == 0`);
     for windows, `Path._last_hole` does not look at host.
     """
     engine = engine_of(*LAYOUTS[layout](), save="through")
@@ -490,7 +490,7 @@ def test_l13_an_adapter_that_is_only_on_host_is_loaded_from_its_root_down(layout
 def test_l13_an_adapter_unloaded_under_its_load_gives_its_waiters_their_pages(layout):
     """Unloading an adapter while its prefix is on its way: who waits for it gets it privately, nobody else finds it.
 
-    Mutation: `Transfers._give_privately` is skipped (the targets are freed under the waiting lease).
+    Mutation: `Loads._give_privately` is skipped (the targets are freed under the waiting lease).
     """
     engine = engine_of(*LAYOUTS[layout](), save="through")
     prompt = toks(1, 17)

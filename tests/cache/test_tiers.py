@@ -62,7 +62,7 @@ def test_t14_a_save_does_not_evict_the_prefix_it_extends():
     """A save whose pages follow a prefix that is on host already makes room by evicting others, or is not begun; the
     prefix, though longest unused, stays.
 
-    Mutation: `Transfers._make_room` does not hold the path in the host tier.
+    Mutation: `Saves._make_room` does not hold the path in the host tier.
     """
     engine = engine_of(full(24, 8))
     prefix = on_host(engine, 1, 16)
@@ -84,7 +84,7 @@ def test_t14_a_save_does_not_evict_the_window_it_extends(groups):
     """The window pages on host that a request behind the saved pages would read, though longest unused, are not evicted
     to make room for those pages: without them, what is saved could never be served.
 
-    Mutation: `Transfers._make_room` holds the path for full groups only, and no window pages.
+    Mutation: `Saves._make_room` holds the path for full groups only, and no window pages.
     """
     engine = engine_of(*groups)
     prefix = on_host(engine, 1, 8)
@@ -101,7 +101,7 @@ def test_t14_a_save_does_not_evict_the_window_it_extends(groups):
 def test_t14_a_save_without_room_beside_its_prefix_is_not_begun():
     """If only its own prefix could be evicted for it, a save is skipped and counted, with nothing changed.
 
-    Mutation: `Transfers._make_room` asks whether there is room before it holds the path.
+    Mutation: `Saves._make_room` asks whether there is room before it holds the path.
     """
     engine = engine_of(full(24, 4))
     prefix = on_host(engine, 1, 16)
@@ -401,7 +401,7 @@ def test_t18_one_of_two_waiters_leaves_and_the_other_is_served(layout):
 def test_t18_a_load_nobody_waits_for_any_more_still_lands(layout):
     """All who waited are gone when a load arrives: its pages are on the device for the next, and nothing leaks.
 
-    Mutation: `Transfers._land` frees what came when no waiter is left.
+    Mutation: `Loads._land` frees what came when no waiter is left.
     """
     engine = engine_of(*LAYOUTS[layout](), seed=5)
     prompt = only_on_host(engine, 1, 17)
@@ -419,7 +419,7 @@ def test_t18_a_load_nobody_waits_for_any_more_still_lands(layout):
 def test_t18_a_failed_load_fails_for_all_who_wait_and_they_compute(layout):
     """A load that fails gives its pages back; all who waited for it are told, and compute.
 
-    Mutation: `Transfers._land` tells only the first waiter, or keeps the targets of a failed load.
+    Mutation: `Loads._land` tells only the first waiter, or keeps the targets of a failed load.
     """
     engine = engine_of(*LAYOUTS[layout](), seed=5)
     prompt = only_on_host(engine, 1, 17)
@@ -456,7 +456,7 @@ def test_t18_a_longer_prompt_joins_and_loads_only_the_rest(layout, order):
     """A request that needs more than what is on its way loads only the rest, and goes on when both have come, in
     whatever order they do.
 
-    Mutation: `Transfers._must_wait` is gone (full pages would be on the device without those above them).
+    Mutation: `Loads._must_wait` is gone (full pages would be on the device without those above them).
     """
     engine = engine_of(*LAYOUTS[layout](), seed=7)
     prompt, upper, lower = two_loads(engine)
@@ -481,7 +481,7 @@ def test_t18_the_upper_load_fails_and_the_lower_is_given_up_with_it(layout, orde
     """If the load of a prefix fails, what another load brought of its continuation is given up too, whichever comes
     first: nothing stands on the device that could not be reached.
 
-    Mutation: `Transfers._closed_above` always says yes.
+    Mutation: `Loads._closed_above` always says yes.
     """
     engine = engine_of(*LAYOUTS[layout](), seed=7)
     prompt, upper, lower = two_loads(engine)
