@@ -165,7 +165,7 @@ def test_f02_what_was_evicted_from_the_device_comes_back_from_host(layout):
 def test_f03_what_was_just_written_to_host_is_the_last_to_leave_it(group):
     """Host memory under pressure gives up what was written back longest ago, not what was computed longest ago.
 
-    Mutation: nothing sets `used` when a save lands (the line in `Transfers.save_done` and the one in `Tree.unpin`).
+    Mutation: nothing sets `used` when a save lands (the line in `Saves.save_done` and the one in `Tree.unpin`).
     """
     engine = engine_of(group)
     old, new, latest = toks(1, 9), toks(2, 9), toks(3, 9)
@@ -450,7 +450,7 @@ def test_f07_memory_of_an_aborted_row_is_given_to_no_transfer_while_its_step_run
 def test_f07_a_page_that_is_being_saved_is_given_to_nobody_after_abort():
     """What a save still reads stays where it is, though its request is gone and others want room.
 
-    Mutation: `Transfers.begin_save` makes its Holder on no tier (`()` in the place of `(DEVICE,)`).
+    Mutation: `Saves.begin_save` makes its Holder on no tier (`()` in the place of `(DEVICE,)`).
     """
     engine = engine_of(full(4, 4), save="through")
     engine.submit("victim", toks(1, 8), max_tokens=9)
