@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from sapwood.cache import HybridPrefixCache, Namespace, token_bytes
+from sapwood.cache import CacheGroup, HybridPrefixCache, Namespace, register_family, token_bytes
+from sapwood.cache.families import Full, Window
 
-from .driver import BASE, Engine, full, state, toks
+from .driver import BASE, Engine, full, state, toks, window
 
 ADAPTER = Namespace(adapter=b"x" * 32)
 
@@ -238,7 +239,7 @@ def test_nobody_waits_for_a_snapshot_that_will_not_come() -> None:
 def test_a_thousand_makers_cost_a_match_little() -> None:
     """Looking for a promised snapshot does not look at every running request.
 
-    Mutation: `_pending` compares with every maker: the wrong ones here cannot even be compared.
+    Mutation: `Desk._open` registers a maker under another page than its cut's last one.
     """
     cache = HybridPrefixCache(4, [full(4000), state(500)])
     head = toks(1, 64)
@@ -255,7 +256,7 @@ def test_a_thousand_makers_cost_a_match_little() -> None:
 def test_the_same_match_can_be_admitted_twice() -> None:
     """N samples of one prompt may share one match: each gets pages of its own beyond what is shared.
 
-    Mutation: `Desk._open` changes the path of the match it is given.
+    Mutation: `admit` trusts a match however the tree has changed since.
     """
     engine = Engine(4, full(64))
     prompt = toks(1, 18)
@@ -276,3 +277,45 @@ def test_a_table_of_no_group_is_refused() -> None:
     cache, lease, _ = opened(full(8), state(4))
     with pytest.raises(ValueError, match="group must be one of full, state, got 'attention'"):
         cache.table(lease, "attention")
+
+
+class PatientFull(Full):
+    reads_promised = False
+
+
+class PatientWindow(Window):
+    reads_promised = False
+
+
+register_family("patient full", PatientFull)
+register_family("patient window", PatientWindow)
+
+
+@pytest.mark.parametrize(
+    ("group", "patient"),
+    [
+        (full(64), False),
+        (CacheGroup("full", "patient full", 64), True),
+        (window(8), False),
+        (CacheGroup("window", "patient window", 64, window=8), True),
+    ],
+    ids=["full", "patient full", "window", "patient window"],
+)
+def test_a_family_says_whether_promised_pages_can_be_read(group: CacheGroup, patient: bool) -> None:
+    """While a prompt is being computed, its pages are offered to others only if the family can read them early; once
+    they are real they are offered by every family, and contents are right either way.
+
+    Mutation: `Path` does not ask `reads_promised`.
+    """
+    engine = Engine(4, group)
+    prompt = toks(1, 18)
+    engine.submit("ann", prompt, 4)
+    engine.plan()
+    match = engine.cache.match_prefix(engine.cache.bind(BASE), token_bytes(prompt))
+    assert match.start == (0 if patient else 16)
+    bob = engine.submit("bob", prompt, 4)
+    engine.plan()
+    engine.done()
+    assert engine.cache.match_prefix(engine.cache.bind(BASE), token_bytes(prompt)).start == 16
+    engine.idle()
+    assert bob.generated == engine.requests["ann"].generated

@@ -67,7 +67,7 @@ class Desk:
         columns = 0 if load or joined else -(-upto // tree.page_size)
         need = {g: max(0, columns - depth) for g in tree.closed}
         for g in tree.loose:
-            if columns and depth > boundary:
+            if columns and depth > boundary and (tree.families[g].reads_promised or not tree.promises):
                 end = path.device_run(g, boundary, depth)
                 if end > boundary:
                     spans[g] = [*spans[g], (boundary, end)]

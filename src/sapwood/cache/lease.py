@@ -108,7 +108,6 @@ class Lease:
     __slots__ = (
         "binding",
         "boundary",
-        "cached",
         "copied",
         "copied_at",
         "cuts",
@@ -164,7 +163,6 @@ class Lease:
         self.tokens = b""  # the prompt, while others may wait for the snapshots it will make
         self.length = 0
         self.start = 0
-        self.cached = 0
         self.rolling = 0  # page end of the checkpoint that the next one replaces
         self.unsaved: Span | None = None  # what it has made real and not offered for saving
         self.reason = ""  # why it was not served more, if it has been counted

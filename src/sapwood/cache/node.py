@@ -43,7 +43,6 @@ class Node:
     """A path-compressed run of pages. `edge` is a bytearray while it grows and bytes when it rests."""
 
     __slots__ = (
-        "__weakref__",
         "children",
         "crc",
         "device",

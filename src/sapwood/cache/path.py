@@ -46,17 +46,28 @@ class Path:
         # Closure: a node keeps a copy somewhere while a child has any, so the deepest one with a copy decides.
         for node in reversed(self.nodes):
             if node.device.count or (self.tier and node.host is not None and node.host.count):
-                return min(limit, node.start + node.n)
+                return self._readable(min(limit, node.start + node.n))
         return 0
 
     def device_closed(self, limit: int) -> int:
         """How far closed groups have all pages on the device."""
         for node in reversed(self.nodes):
             if node.device.count:
-                return min(limit, node.start + node.n)
+                return self._readable(min(limit, node.start + node.n))
         return 0
 
+    def _readable(self, depth: int) -> int:
+        """`depth`, or less where a closed family does not read what is only promised."""
+        tree = self.tree
+        if tree.promises and not all(tree.families[g].reads_promised for g in tree.closed):
+            for node in self.nodes:
+                for promise in node.promised or ():
+                    if promise.first < promise.last:
+                        depth = min(depth, promise.first)
+        return depth
+
     def last_missing(self, index: int, low: int, high: int) -> int:
+        patient = self.tree.promises > 0 and not self.tree.families[index].reads_promised
         for node in reversed(self.nodes):
             start = node.start
             if start >= high:
@@ -64,7 +75,7 @@ class Path:
             first, last = max(low - start, 0), min(high - start, node.n)
             pages = node.device.pages[index]
             # Four zero bytes in a row are a hole, or two ids beside each other: only then look closer.
-            if pages is None or pages.find(_HOLE, 4 * first, 4 * last) >= 0:
+            if pages is None or pages.find(_HOLE, 4 * first, 4 * last) >= 0 or (patient and node.promised):
                 missing = self._last_hole(node, index, first, last)
                 if missing >= 0:
                     return start + missing
@@ -77,6 +88,11 @@ class Path:
         for copy in (node.device, node.host if self.tier else None):
             if copy is not None and copy.pages[index] is not None:
                 there |= np.frombuffer(copy.pages[index], np.int32)[first:last] != 0
+        if not self.tree.families[index].reads_promised:
+            for promise in node.promised or ():
+                for at in range(first, last):
+                    if promise.covers(index, node.start + at, False):
+                        there[at - first] = False
         holes = (~there).nonzero()[0]
         return first + int(holes[-1]) if len(holes) else -1
 
