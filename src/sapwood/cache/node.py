@@ -43,6 +43,7 @@ class Node:
     """A path-compressed run of pages. `edge` is a bytearray while it grows and bytes when it rests."""
 
     __slots__ = (
+        "__weakref__",  # so that a test can see a dropped tree go
         "children",
         "crc",
         "device",
