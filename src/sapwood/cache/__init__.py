@@ -1,5 +1,6 @@
 """The hybrid, hierarchical prefix cache: what is remembered. numpy and the standard library only; no clock, no I/O."""
 
+from .admission import Keep
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from .explain import Explanation
 from .facade import HybridPrefixCache
@@ -25,6 +26,7 @@ __all__ = [
     "Family",
     "HybridPrefixCache",
     "KVEvent",
+    "Keep",
     "Landed",
     "Lease",
     "Match",

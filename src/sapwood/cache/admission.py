@@ -30,6 +30,19 @@ class Wish(NamedTuple):
     need: dict[int, int]  # device pages to take
 
 
+class Keep(NamedTuple):
+    """What an admission must leave for others, or sees ahead for itself. Every page it counts is one that closed
+    groups could not get back; groups that slide only keep a page for each running row."""
+
+    tokens: int = 0  # how many tokens the request itself will have soon; at least what it is admitted for
+    pages: int = 0  # what running requests will still take of each closed group
+    rows: int = 0  # how many of them run
+    least: int = 0  # the fewest tokens worth starting with, where groups that slide are short; 0: all that was asked
+
+
+NOTHING_KEPT = Keep()
+
+
 class Desk:
     """Where requests come in."""
 
@@ -152,18 +165,20 @@ class Desk:
             pinned += min(node.device.count, depth - node.start)
         return pinned
 
-    def admit(self, match: Match, upto: int) -> tuple[Lease, Operation | None] | None:
+    def admit(self, match: Match, upto: int, keep: Keep) -> tuple[Lease, Operation | None] | None:
         """A lease on everything `match` promised, with private pages up to token `upto`; or None, nothing changed."""
         tree, room = self.tree, self.room
         wish = self.wish(match, upto)
+        need = wish.need if keep is NOTHING_KEPT else self._ahead(wish, upto, keep)
         sibling = match.sibling
-        if not room.has(DEVICE, wish.need):
+        if not room.has(DEVICE, need):
             less = self._less(match, wish)
-            if not room.can_make(DEVICE, wish.need, less):
-                return None
+            if not room.can_make(DEVICE, need, less):
+                fewer = self._shrunk(match, wish, upto, keep, less)
+                return self.admit(match, fewer, keep) if fewer else None
             if sibling is not None:
                 extra = self._sibling_cost(sibling)
-                if not room.can_make(DEVICE, wish.need, {g: n + extra[g] for g, n in less.items()}):
+                if not room.can_make(DEVICE, need, {g: n + extra[g] for g, n in less.items()}):
                     sibling = None
         lease = self._open(match, wish)
         if sibling is not None:
@@ -184,7 +199,30 @@ class Desk:
             self.extend(lease, upto)
         return lease, operation
 
-    def admit_from_zero(self, match: Match, upto: int) -> tuple[Lease, Operation | None] | None:
+    def _ahead(self, wish: Wish, upto: int, keep: Keep) -> dict[int, int]:
+        """What must be there for the admission and what is to be kept beside it."""
+        tree = self.tree
+        size = tree.page_size
+        more = max(0, -(-keep.tokens // size) - max(-(-upto // size), wish.depth)) + keep.pages
+        need = dict(wish.need)
+        for g in tree.closed:
+            need[g] += more
+        for g in tree.loose:
+            need[g] += keep.rows
+        return need
+
+    def _shrunk(self, match: Match, wish: Wish, upto: int, keep: Keep, less: dict[int, int]) -> int:
+        """How far groups that slide could give pages now, if that is worth it and less than asked; or 0."""
+        if not keep.least or wish.load or wish.joined:
+            return 0
+        tree, size = self.tree, self.tree.page_size
+        fewer = upto
+        for g in tree.loose:
+            there = self.room.available(DEVICE, g) - less[g] - keep.rows
+            fewer = min(fewer, (len(wish.tables[g]) // 4 + there) * size)
+        return fewer if match.start + keep.least <= fewer < upto else 0
+
+    def admit_from_zero(self, match: Match, upto: int, keep: Keep) -> tuple[Lease, Operation | None] | None:
         """The last way in, when the one slot a request could have is taken by the snapshot it would start from, and
         nobody is going to give one back: compute from the beginning, and let the snapshot go."""
         tree = self.tree
@@ -198,7 +236,7 @@ class Desk:
         cuts = tuple(cut for cut in {match.depth, (match.length - 1) // tree.page_size} if cut)
         match = match._replace(boundary=0, start=0, cached=0, cuts=tuple(sorted(cuts)), sibling=None)
         first = min([upto - start, *(cut * tree.page_size for cut in match.cuts)])
-        return self.admit(match, max(1, first))
+        return self.admit(match, max(1, first), keep)
 
     def _open(self, match: Match, wish: Wish) -> Lease:
         """Pin the path and read the pages the lease needs of it."""

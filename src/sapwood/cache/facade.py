@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from . import check as checking
 from . import explain as explaining
-from .admission import Desk
+from .admission import NOTHING_KEPT, Desk, Keep
 from .events import AllBlocksCleared, KVEvent
 from .explain import Explanation
 from .follow import Follower
@@ -141,10 +141,13 @@ class HybridPrefixCache:
         raw = self._raw(tokens)
         return self._matcher.nothing(binding, raw, len(raw) // 4, "off")
 
-    def admit(self, match: Match, upto: int) -> tuple[Lease, Operation | None] | None:
+    def admit(
+        self, match: Match, upto: int, *, writes: bool = True, keep: Keep = NOTHING_KEPT
+    ) -> tuple[Lease, Operation | None] | None:
         """A lease for the matched request with pages for its tokens up to `upto`, in all groups; None if one of them
-        has no room, with nothing changed. With an Operation to carry out, or `lease.loading`, the request waits for
-        `load_done` and gets its pages with `grow` then."""
+        has no room, with nothing changed. `keep` says what must be left for others, and whether fewer pages will do
+        (`growable` tells then how far they reach); `writes=False` publishes nothing of this request. With an Operation to carry out, or `lease.loading`, the request waits for `load_done`
+        and gets its pages with `grow` then."""
         self._bound(match.binding)
         if type(upto) is not int or not match.start < upto <= match.length:
             whole_number("upto", upto, match.start + 1, match.length)
@@ -152,13 +155,15 @@ class HybridPrefixCache:
             again = self._matcher.match(match.binding, match.tokens, match.length, match.path.tier)
             upto = min(match.length, again.start + upto - match.start)
             match = again
-        admitted = self._desk.admit(match, upto)
+        if not writes and match.cuts:  # nobody may wait for snapshots it will not leave
+            match = match._replace(cuts=())
+        admitted = self._desk.admit(match, upto, keep)
         if admitted is None:
-            admitted = self._desk.admit_from_zero(match, upto)
+            admitted = self._desk.admit_from_zero(match, upto, keep)
             if admitted is None:
                 return None
         lease = admitted[0]
-        lease.writes = self.enabled
+        lease.writes = self.enabled and writes
         self._leases[lease] = None
         self._count(match, lease)
         return admitted
@@ -243,11 +248,13 @@ class HybridPrefixCache:
             begin[group.name] = there if there > start else start
         return begin
 
-    def slide(self, lease: Lease, position: int) -> None:
-        """Everything up to `position` is real: give up pages no row from there on needs."""
+    def slide(self, lease: Lease, position: int) -> list[tuple[str, int, int]]:
+        """Everything up to `position` is real: give up pages no row from there on needs. Returns which, as
+        (group, first column, last column + 1)."""
         self._live(lease)
-        if self._tree.loose:
-            self._follower.slide(lease, position)
+        if not self._tree.loose:
+            return []
+        return self._follower.slide(lease, position)
 
     def publish(self, lease: Lease, tokens: bytes, upto: int, step: int) -> None:
         """Hand the first `upto` pages to the tree, promised by `step`; `tokens` are those of the request from its
@@ -349,6 +356,39 @@ class HybridPrefixCache:
         return landed
 
     # ---- questions
+
+    @property
+    def slides(self) -> bool:
+        """Whether leases give pages back as they go, so that `slide` has work to do."""
+        return bool(self._tree.loose)
+
+    @property
+    def keeps_snapshots(self) -> bool:
+        """Whether requests start from snapshots, so that checkpoints are worth making."""
+        return bool(self._tree.slots)
+
+    def too_long(self, tokens: int) -> str:
+        """Why a request that computes `tokens` tokens could not run even with all pages of a group; "" if it could."""
+        columns = -(-tokens // self.page_size)
+        for g in self._tree.closed:
+            group = self.groups[g]
+            if columns > group.device_pages:
+                return f"{tokens} tokens take {columns} pages of group {group.name!r}, which has {group.device_pages}"
+        return ""
+
+    def would_free(self, lease: Lease) -> bool:
+        """Whether the end of this lease would give anybody else a page or a slot."""
+        self._live(lease)
+        tree = self._tree
+        if lease.working or (not lease.detached and tree.closed and lease.depth and lease.node.device.holds == 1):
+            return True
+        for g in tree.paged:
+            if len(lease.private(g)):
+                return True
+            if lease.detached or g in tree.loose:
+                if 1 in tree.pools[DEVICE][g].readers[lease.adopted(g)[1]]:
+                    return True
+        return False
 
     def page_hashes(self, namespace: Namespace, tokens: Tokens) -> list[bytes]:
         """The sha256 chain of a prompt's whole pages: what its store keys and events are made of."""

@@ -19,13 +19,16 @@ class Follower:
         self.tree = tree
         self.matcher = matcher
 
-    def slide(self, lease: Lease, position: int) -> None:
-        """Give up the pages of groups that are not closed which no row from `position` on needs."""
+    def slide(self, lease: Lease, position: int) -> list[tuple[str, int, int]]:
+        """Give up the pages of groups that are not closed which no row from `position` on needs. Returns which."""
         tree = self.tree
+        gone = []
         for g in tree.loose:
             spans, lease.low[g] = tree.families[g].slid(lease.low[g], position)
             for low, high in spans:
                 self._give_up(lease, g, low, high)
+                gone.append((tree.groups[g].name, low, high))
+        return gone
 
     def _give_up(self, lease: Lease, g: int, low: int, high: int) -> None:
         tree = self.tree
