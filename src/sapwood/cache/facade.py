@@ -146,8 +146,8 @@ class HybridPrefixCache:
     ) -> tuple[Lease, Operation | None] | None:
         """A lease for the matched request with pages for its tokens up to `upto`, in all groups; None if one of them
         has no room, with nothing changed. `keep` says what must be left for others, and whether fewer pages will do
-        (`growable` tells then how far they reach); `writes=False` publishes nothing of this request. With an Operation to carry out, or `lease.loading`, the request waits for `load_done`
-        and gets its pages with `grow` then."""
+        (`growable` tells then how far they reach); `writes=False` publishes nothing of this request. With an Operation
+        to carry out, or `lease.loading`, the request waits for `load_done` and gets its pages with `grow` then."""
         self._bound(match.binding)
         if type(upto) is not int or not match.start < upto <= match.length:
             whole_number("upto", upto, match.start + 1, match.length)
@@ -366,6 +366,10 @@ class HybridPrefixCache:
     def keeps_snapshots(self) -> bool:
         """Whether requests start from snapshots, so that checkpoints are worth making."""
         return bool(self._tree.slots)
+
+    def available(self) -> tuple[int, ...]:
+        """By group: device pages that are free or could be evicted."""
+        return tuple(self._room.available(DEVICE, g) for g in range(len(self.groups)))
 
     def too_long(self, tokens: int) -> str:
         """Why a request that computes `tokens` tokens could not run even with all pages of a group; "" if it could."""

@@ -1,0 +1,165 @@
+"""Who is here: every live request, where it stands, and what it holds. The only place where requests change hands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sapwood.cache import HybridPrefixCache, Keep, Lease, Match
+
+from .config import SchedulerConfig
+from .decode import Decoding
+from .events import Ended, Reason
+from .plan import Chunk
+from .queue import Queue
+from .request import DECODING, PREFILLING, WAITING, Request
+from .tables import Tables
+
+
+class Flight:
+    """The plan that runs now: its rows in order, the decode rows first."""
+
+    __slots__ = ("chunks", "decodes", "left", "step")
+
+    def __init__(self, step: int, decodes: list[Request], chunks: list[Chunk]) -> None:
+        self.step = step
+        self.decodes = decodes
+        self.chunks = chunks
+        self.left: list[Request] = []  # over, but their rows run: what they held goes when the step is done
+
+    def rows(self) -> list[Request]:
+        return self.decodes + [chunk.request for chunk in self.chunks]
+
+    def runs(self, request: Request) -> bool:
+        return (bool(self.decodes) and request.row >= 0) or any(chunk.request is request for chunk in self.chunks)
+
+
+class Book:
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.cache = HybridPrefixCache(
+            config.page_size,
+            config.groups,
+            events=config.events,
+            enabled=config.prefix_caching,
+            ghost_bytes=config.ghost_bytes,
+        )
+        self.requests: dict[str, Request] = {}
+        self.waiting = Queue()
+        self.prefilling = Queue()
+        self.decoding = Decoding(config.page_size, config.max_batch_size)
+        self.tables = Tables(self.cache, config.max_batch_size)
+        self.flight: Flight | None = None
+        self.ended: list[Ended] = []  # not told yet
+        self.owners: dict[Lease, Request] = {}
+        self.counts = {"submitted": 0, "ended": 0, "retractions": 0, "sat_out": 0}
+
+    @property
+    def live(self) -> int:
+        """Requests that hold memory, or whose rows still run."""
+        return len(self.owners) + (len(self.flight.left) if self.flight else 0)
+
+    def holders(self) -> Iterator[Request]:
+        """Everybody who holds memory."""
+        return iter(self.owners.values())
+
+    def position(self, request: Request) -> int:
+        return self.decoding.position(request) if request.state is DECODING else request.position
+
+    # ---- in
+
+    def admit(self, request: Request, match: Match, upto: int, keep: Keep) -> bool:
+        """Give a waiting request a lease and a slot, if there is room."""
+        admitted = self.cache.admit(match, upto, writes=request.writes, keep=keep)
+        if admitted is None:
+            return False
+        lease, _ = admitted
+        self.waiting.remove(request)
+        request.happens("admission")
+        request.lease = lease
+        request.slot = self.tables.take_slot()
+        request.begins_at(lease.start)
+        request.overtaken, request.tried = 0, None
+        self.owners[lease] = request
+        self.prefilling.add(request)
+        return True
+
+    def join(self, request: Request, token: int) -> None:
+        """All that is known of it is computed: from now on it decodes."""
+        self.prefilling.remove(request)
+        self.decoding.join(request, token)
+
+    def sit_out(self, request: Request) -> None:
+        """A decode row cannot run in the next plan."""
+        self.decoding.leave(request)
+        request.happens("leaving the decodes")
+        self.prefilling.add(request)
+
+    # ---- out
+
+    def retract(self, request: Request) -> None:
+        """Take everything from a request that will come back with the tokens it has."""
+        if request.state is DECODING:
+            self.sit_out(request)
+        request.happens("retraction")
+        self.prefilling.remove(request)
+        assert request.lease is not None
+        self.cache.retract(request.lease, b"", request.position, None)
+        self._let_go(request)
+        request.sat_out = False
+        self.waiting.add(request)
+        self.counts["retractions"] += 1
+
+    def end(self, request: Request, reason: Reason, detail: str = "") -> None:
+        """A request is over, in whatever state it is."""
+        state, decoding, flight = request.state, self.decoding, self.flight
+        request.happens("its end")
+        generated = decoding.generated(request) if state is DECODING else request.generated
+        running = flight is not None and flight.runs(request)
+        if state is WAITING:
+            self.waiting.remove(request)
+        elif state is PREFILLING:
+            self.prefilling.remove(request)
+        lease = request.lease
+        if lease is not None:
+            reading = flight.step if flight is not None and running else None
+            position = decoding.position(request) if state is DECODING else request.position
+            self.cache.finish_request(lease, b"", position, reading)
+            del self.owners[lease]
+            request.lease = None
+            if flight is not None and running:
+                flight.left.append(request)
+            else:
+                self.vacate(request)
+        self.cache.unbind(request.binding)
+        del self.requests[request.id]
+        self.counts["ended"] += 1
+        self.ended.append(
+            Ended(
+                request.id,
+                reason,
+                request.prompt,
+                request.cached,
+                request.computed,
+                request.recomputed,
+                generated,
+                detail,
+            )
+        )
+
+    def vacate(self, request: Request) -> None:
+        """Nothing reads its row any more."""
+        if request.row >= 0:
+            self.decoding.drop(request)
+        self.tables.give_slot(request.slot)
+        request.slot = -1
+
+    def _let_go(self, request: Request) -> None:
+        assert request.lease is not None
+        del self.owners[request.lease]
+        request.lease = None
+        self.tables.give_slot(request.slot)
+        request.slot = -1
+
+    def take_ended(self) -> list[Ended]:
+        ended, self.ended = self.ended, []
+        return ended

@@ -1,0 +1,84 @@
+"""How a scheduler is set up: frozen, and checked when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sapwood.cache import CacheGroup
+
+from .policy import POLICIES
+
+_MOST = 2**31 - 1
+
+
+def whole(what: str, value: object, low: int, high: int) -> int:
+    """`value` if it is an int within bounds, else a ValueError that names the field, the value and what is right."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"{what} must be an integer from {low} to {high}, got {value!r:.60}")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """What a scheduler may use, and how it chooses.
+
+    max_batch_tokens     tokens computed in one step
+    max_batch_size       live requests: those that hold memory
+    max_loras            different adapters in one batch; 0: no cap
+    mixed                prefills and decodes in one batch, decodes first; else a batch is of one kind, prefills first
+    policy               who comes in next, by name ("fcfs", "prefix")
+    max_tries            how often a request that fails alone is tried before it ends as `failed`
+    max_overtaken        how many later requests may come in before one that has to wait
+    headroom             tokens every running request can still write before a new one comes in
+    checkpoint_interval  pages between the snapshots a decoding request leaves, where a group needs them
+    prefix_caching       False: nothing is found or kept; the interface stays the same
+    """
+
+    page_size: int
+    groups: Sequence[CacheGroup]
+    max_batch_tokens: int
+    max_batch_size: int
+    max_loras: int = 0
+    mixed: bool = True
+    overlap: int = 0
+    host_policy: str = "through"
+    store: bool = False
+    prefetch_threshold: int = 4
+    events: bool = False
+    policy: str = "fcfs"
+    max_tries: int = 3
+    max_overtaken: int = 64
+    headroom: int = 64
+    checkpoint_interval: int = 4
+    prefix_caching: bool = True
+    ghost_bytes: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", tuple(self.groups))
+        whole("max_batch_tokens", self.max_batch_tokens, 1, _MOST)
+        whole("max_batch_size", self.max_batch_size, 1, 1 << 20)
+        whole("max_loras", self.max_loras, 0, 1 << 20)
+        whole("overlap", self.overlap, 0, 1)
+        whole("prefetch_threshold", self.prefetch_threshold, 1, _MOST)
+        whole("max_tries", self.max_tries, 1, 1 << 20)
+        whole("max_overtaken", self.max_overtaken, 0, _MOST)
+        whole("headroom", self.headroom, 0, _MOST)
+        whole("checkpoint_interval", self.checkpoint_interval, 1, _MOST)
+        for field in ("mixed", "store", "events", "prefix_caching"):
+            if not isinstance(getattr(self, field), bool):
+                raise ValueError(f"{field} must be True or False, got {getattr(self, field)!r:.60}")
+        if self.host_policy not in ("through", "evict"):
+            raise ValueError(f'host_policy must be "through" or "evict", got {self.host_policy!r:.60}')
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy must be one of {', '.join(sorted(POLICIES))}, got {self.policy!r:.60}")
+        if self.overlap:
+            raise ValueError("overlap must be 0: planning a step while another runs is not supported yet, got 1")
+        if self.store:
+            raise ValueError("store must be False: a shared store is not supported yet, got True")
+        for group in self.groups:
+            if isinstance(group, CacheGroup) and group.host_pages:
+                raise ValueError(
+                    f"host_pages of group {group.name!r} must be 0: the scheduler does not move pages to host yet, "
+                    f"got {group.host_pages}"
+                )

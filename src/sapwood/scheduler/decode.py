@@ -1,0 +1,248 @@
+"""The rows that decode, as arrays. A step touches a request's object only when it crosses a page, joins or ends.
+
+Rows are compact: when one leaves, the last takes its place. Every row advances in every decode step (who cannot leaves
+the arrays), so what will happen to a row and when is known when it joins, and nothing is compared step by step:
+
+    crossing[(-tick) % page]   rows that stand at a page end after `tick` steps: their page is full, they need a new one
+    ending[tick]               rows that reach their last token with that step
+    waking[tick]               rows whose eos tokens count from that step on
+
+The newest tokens of a row lie in a ring of page_size + 1 columns; the column of a step is the same for all rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .request import DECODING, Request
+
+Ints = npt.NDArray[np.int32]
+_POSITION, _SLOT, _CACHED, _FINAL = range(4)
+_NO_TOKEN = -1
+
+
+class Decoding:
+    def __init__(self, page_size: int, rows: int) -> None:
+        self.page_size = page_size
+        self.tick = 0
+        self.count = 0
+        self.requests: list[Request] = []
+        self.adapters: dict[bytes, int] = {}  # how many rows each adapter has
+        self.crossing: list[dict[Request, None]] = [{} for _ in range(page_size)]
+        self.ending: dict[int, list[Request]] = {}
+        self.waking: dict[int, list[Request]] = {}
+        self._rows = rows
+        self._columns = page_size + 1
+        self._fields = np.zeros((4, 0), np.int64)
+        self._ring = np.zeros((0, self._columns), np.int32)
+        self._eos = np.full((0, 0), _NO_TOKEN, np.int32)
+        # for each tick (modulo the ring): the columns of the page before the newest token, in order
+        steps = np.arange(self._columns)
+        self._page_columns = (steps[:, None] + np.arange(-page_size, 0)) % self._columns
+        self._forget()
+
+    def _forget(self) -> None:
+        """Membership changes: what was handed out stays as it is, and is made anew."""
+        self._ids: list[str] | None = None
+
+    # ---- what a plan shows
+
+    @property
+    def ids(self) -> list[str]:
+        if self._ids is None:
+            n = self.count
+            self._ids = [request.id for request in self.requests]
+            self._row_adapters = [request.adapter for request in self.requests]
+            self._slots = self._fields[_SLOT, :n].astype(np.int32)
+            self._cached = self._fields[_CACHED, :n].astype(np.int32)
+            self._ones = np.ones(n, np.int32)
+            self._samples = np.ones(n, np.bool_)
+        return self._ids
+
+    @property
+    def row_adapters(self) -> list[bytes | None]:
+        return self._row_adapters
+
+    @property
+    def slots(self) -> Ints:
+        return self._slots
+
+    @property
+    def cached(self) -> Ints:
+        return self._cached
+
+    @property
+    def lengths(self) -> Ints:
+        return self._ones
+
+    @property
+    def samples(self) -> npt.NDArray[np.bool_]:
+        return self._samples
+
+    def starts(self) -> Ints:
+        return self._fields[_POSITION, : self.count].astype(np.int32)
+
+    def tokens(self) -> Ints:
+        return self._ring[: self.count, self.tick % self._columns].copy()
+
+    def position(self, request: Request) -> int:
+        return int(self._fields[_POSITION, request.row])
+
+    def generated(self, request: Request) -> int:
+        return self.position(request) + 1 - request.prompt
+
+    def at_page_end(self) -> list[Request]:
+        """Rows whose pages are all full: they need one more to go on."""
+        return list(self.crossing[-self.tick % self.page_size])
+
+    def reaching_page_end(self) -> list[Request]:
+        """Rows that will fill their page with the next step."""
+        return list(self.crossing[-(self.tick + 1) % self.page_size])
+
+    def slots_of(self, requests: list[Request]) -> npt.NDArray[np.int64]:
+        slots: npt.NDArray[np.int64] = self._fields[_SLOT].take(self._rows_of(requests))
+        return slots
+
+    def columns_of(self, requests: list[Request]) -> npt.NDArray[np.int64]:
+        """The page each of these rows stands in."""
+        columns: npt.NDArray[np.int64] = self._fields[_POSITION].take(self._rows_of(requests)) // self.page_size
+        return columns
+
+    @staticmethod
+    def _rows_of(requests: list[Request]) -> npt.NDArray[np.int64]:
+        return np.array([request.row for request in requests], np.int64)
+
+    def room_ahead(self, headroom: int) -> int:
+        """Pages that all rows together will take for their next `headroom` tokens."""
+        if not self.count:
+            return 0
+        size = self.page_size
+        have = self._fields[_POSITION, : self.count] + 1
+        want = np.minimum(self._fields[_FINAL, : self.count], have + headroom)
+        pages = (want + (size - 1)) // size - (have + (size - 1)) // size
+        return int(np.maximum(pages, 0).sum())
+
+    # ---- members
+
+    def join(self, request: Request, token: int) -> None:
+        """A request that knows `tokens` and has just yielded `token` will compute that one next."""
+        row = self.count
+        if row == len(self._ring):
+            self._make_room()
+        size, tick = self.page_size, self.tick
+        position = len(request.tokens) // 4
+        request.happens("joining the decodes")
+        request.row = row
+        request.pages = []
+        self.requests.append(request)
+        self.count += 1
+        self._fields[:, row] = (position, request.slot, request.cached, request.final)
+        into = position % size
+        ring = self._ring[row]
+        if into:
+            ring[self._page_columns[tick % self._columns, size - into :]] = np.frombuffer(
+                request.tokens[-4 * into :], np.int32
+            )
+        ring[tick % self._columns] = token
+        self.crossing[(position - tick) % size][request] = None
+        generated = position + 1 - request.prompt
+        self.ending.setdefault(tick + request.max_tokens - generated, []).append(request)
+        if request.eos:
+            wakes = tick + max(1, request.min_tokens - generated)
+            if wakes == tick + 1:
+                self._wake(request)
+            else:
+                self.waking.setdefault(wakes, []).append(request)
+        if request.adapter is not None:
+            self.adapters[request.adapter] = self.adapters.get(request.adapter, 0) + 1
+        self._forget()
+
+    def leave(self, request: Request) -> None:
+        """Take a row out; its request knows all its tokens again."""
+        size, row = self.page_size, request.row
+        position = self.position(request)
+        into = position % size
+        ring = self._ring[row]
+        newest = self.tick % self._columns
+        tail = ring[self._page_columns[newest, size - into :]] if into else ring[:0]
+        whole = len(request.tokens) // (4 * size) * 4 * size
+        request.tokens = b"".join(
+            [request.tokens[:whole], *request.pages, tail.tobytes(), ring[newest : newest + 1].tobytes()]
+        )
+        self._drop(request, position)
+
+    def drop(self, request: Request) -> None:
+        """Take out a row of a request that is over: nobody will ask for its tokens."""
+        self._drop(request, self.position(request))
+
+    def _drop(self, request: Request, position: int) -> None:
+        row, last = request.row, self.count - 1
+        del self.crossing[(position - self.tick) % self.page_size][request]
+        if request.adapter is not None:
+            self.adapters[request.adapter] -= 1
+            if not self.adapters[request.adapter]:
+                del self.adapters[request.adapter]
+        moved = self.requests.pop()
+        if moved is not request:
+            self.requests[row] = moved
+            moved.row = row
+            self._fields[:, row] = self._fields[:, last]
+            self._ring[row] = self._ring[last]
+            if len(self._eos):
+                self._eos[:, row] = self._eos[:, last]
+        if len(self._eos):
+            self._eos[:, last] = _NO_TOKEN
+        self.count = last
+        request.row, request.pages, request.position = -1, [], position
+        self._forget()
+
+    def _make_room(self) -> None:
+        rows = min(self._rows, max(64, 2 * len(self._ring)))
+        more = rows - len(self._ring)
+        self._fields = np.concatenate([self._fields, np.zeros((4, more), np.int64)], axis=1)
+        self._ring = np.concatenate([self._ring, np.zeros((more, self._columns), np.int32)])
+        self._eos = np.concatenate([self._eos, np.full((len(self._eos), more), _NO_TOKEN, np.int32)], axis=1)
+
+    def _wake(self, request: Request) -> None:
+        more = len(request.eos) - len(self._eos)
+        if more > 0:
+            self._eos = np.concatenate([self._eos, np.full((more, self._eos.shape[1]), _NO_TOKEN, np.int32)])
+        self._eos[: len(request.eos), request.row] = request.eos
+
+    # ---- a step is done
+
+    def advance(self, tokens: npt.NDArray[Any]) -> list[Request]:
+        """Every row has computed its token and yielded the next. Returns the rows whose page is full now."""
+        self.tick += 1
+        self._ring[: self.count, self.tick % self._columns] = tokens
+        self._fields[_POSITION, : self.count] += 1
+        for request in self.waking.pop(self.tick, ()):
+            if request.state is DECODING and self.generated(request) >= request.min_tokens:
+                self._wake(request)
+        return list(self.crossing[-self.tick % self.page_size])
+
+    def full_pages(self, requests: list[Request]) -> bytes:
+        """The tokens of the pages these rows have just filled, one page after the other."""
+        columns = self._page_columns[self.tick % self._columns]
+        return bytes(self._ring[self._rows_of(requests)[:, None], columns].tobytes())
+
+    def stopped(self) -> list[Request]:
+        """Rows whose newest token ends them."""
+        newest = self._ring[: self.count, self.tick % self._columns]
+        found: list[Request] = []
+        for eos in self._eos:
+            hit = newest == eos[: self.count]
+            if 1 in hit.tobytes():
+                found += [self.requests[row] for row in hit.nonzero()[0].tolist()]
+        return found
+
+    def used_up(self) -> list[Request]:
+        """Rows that have yielded all the tokens they may."""
+        return [
+            request
+            for request in self.ending.pop(self.tick, ())
+            if request.state is DECODING and self.generated(request) >= request.max_tokens
+        ]

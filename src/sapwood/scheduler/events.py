@@ -1,0 +1,102 @@
+"""What the engine tells the scheduler, and what it is told of the ends of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy.typing as npt
+
+Reason = Literal["stop", "length", "finish", "abort", "failed"]
+
+
+class ProtocolError(ValueError):
+    """An event that cannot happen: the engine and the scheduler disagree. Nothing was changed by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """A plan's batch has run. `tokens`: id -> token for exactly the rows that sample, or an int32 array in their
+    order."""
+
+    step: int
+    tokens: Mapping[str, int] | npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailed:
+    """A plan's batch has failed; nothing it wrote can be trusted."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The engine has found a reason to stop a request that yields tokens (a stop string, say)."""
+
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Nobody wants this request any more."""
+
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadDone:
+    op: int
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SaveDone:
+    op: int
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LookupDone:
+    op: int
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchDone:
+    op: int
+    ok: bool
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class BackupDone:
+    op: int
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """n more ticks have passed."""
+
+    n: int = 1
+
+
+Event = StepDone | StepFailed | Finish | Abort | LoadDone | SaveDone | LookupDone | FetchDone | BackupDone | Tick
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A request is over. Of its `prompt` tokens `cached` were never computed for it and `computed` were (together they
+    are the prompt, once it has yielded a token); what had to be computed again is in `recomputed`."""
+
+    id: str
+    reason: Reason
+    prompt: int
+    cached: int
+    computed: int
+    recomputed: int
+    generated: int
+    detail: str = ""

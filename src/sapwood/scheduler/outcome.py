@@ -1,0 +1,177 @@
+"""What became of a plan: its tokens are known, or it failed and its rows go back to what is real."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .book import Book, Flight
+from .config import SchedulerConfig
+from .events import ProtocolError, StepDone, StepFailed
+from .plan import Chunk
+from .planner import Planner
+from .request import DECODING, ENDED, PREFILLING, Request
+
+_MOST = 2**31 - 1
+
+
+class Outcome:
+    def __init__(self, config: SchedulerConfig, book: Book, planner: Planner) -> None:
+        self.config = config
+        self.book = book
+        self.cache = book.cache
+        self.planner = planner
+        self.counts = {"steps": 0, "steps_failed": 0}
+
+    # ---- done
+
+    def done(self, event: StepDone) -> None:
+        book, cache = self.book, self.cache
+        flight = self._flight(event)
+        tokens = self._tokens(flight, event.tokens)
+        self.counts["steps"] += 1
+        decodes = len(flight.decodes)
+        crossed: list[Request] = []
+        if decodes:
+            crossed = book.decoding.advance(tokens[:decodes])
+            if flight.left:
+                crossed = [request for request in crossed if request.lease is not None]
+            if crossed:
+                self._publish(crossed)
+        for chunk in flight.chunks:
+            if chunk.request.lease is not None:
+                chunk.request.computes_to(chunk.end)
+        for replaced in cache.step_commit(flight.step).replaced:
+            owner = book.owners.get(replaced.lease)
+            if owner is not None:
+                book.tables.replace(owner.slot, replaced.group, replaced.column, replaced.page)
+        book.flight = None
+        for request in flight.left:
+            book.vacate(request)
+        if decodes:
+            self._end_decodes()
+        if flight.chunks:
+            self._after_chunks(flight.chunks, tokens[decodes:])
+        if cache.slides:
+            self._slide([*crossed, *(chunk.request for chunk in flight.chunks)])
+        if self.planner.retries:
+            del self.planner.retries[0]
+
+    def _publish(self, crossed: list[Request]) -> None:
+        """Rows whose page is full hand it to the tree, and keep its tokens."""
+        pages = self.book.decoding.full_pages(crossed)
+        size = 4 * self.config.page_size
+        for at, request in enumerate(crossed):
+            request.pages.append(pages[at * size : (at + 1) * size])
+        self.cache.publish_rows([request.lease for request in crossed if request.lease is not None], pages)
+
+    def _end_decodes(self) -> None:
+        book, decoding = self.book, self.book.decoding
+        for request in decoding.stopped():
+            if request.state is DECODING:
+                book.end(request, "stop")
+        for request in decoding.used_up():
+            if request.state is DECODING:
+                book.end(request, "length")
+
+    def _after_chunks(self, chunks: list[Chunk], tokens: npt.NDArray[Any]) -> None:
+        """Rows that yielded a token end with it, or decode from now on."""
+        book = self.book
+        sampled = iter(tokens.tolist())
+        apart = bool(self.planner.retries)
+        for chunk in chunks:
+            request = chunk.request
+            token = next(sampled) if chunk.samples else -1
+            if request.state is ENDED:
+                continue
+            request.tries = 0
+            if not chunk.samples:
+                continue
+            generated = request.generated + 1
+            stops = generated >= request.min_tokens and token in request.eos
+            if not stops and generated < request.max_tokens and not apart and self._may_join():
+                book.join(request, token)
+                continue
+            request.tokens += token.to_bytes(4, "little")
+            if stops:
+                book.end(request, "stop")
+            elif generated >= request.max_tokens:
+                book.end(request, "length")
+
+    def _may_join(self) -> bool:
+        return self.book.decoding.count < self.config.max_batch_tokens
+
+    def _slide(self, requests: list[Request]) -> None:
+        book = self.book
+        for request in requests:
+            lease = request.lease
+            if lease is not None:
+                for group, low, high in self.cache.slide(lease, book.position(request)):
+                    book.tables.clear(request.slot, group, low, high)
+
+    def _tokens(self, flight: Flight, given: object) -> npt.NDArray[Any]:
+        """The tokens of the rows that sample, in row order; ProtocolError if they are not exactly those."""
+        step = flight.step
+        want = len(flight.decodes) + sum(chunk.samples for chunk in flight.chunks)
+        if isinstance(given, Mapping):
+            ids = [request.id for request in flight.decodes]
+            ids += [chunk.request.id for chunk in flight.chunks if chunk.samples]
+            if len(given) != want or not all(name in given for name in ids):
+                wrong = sorted({str(name) for name in given} ^ set(ids))[:3]
+                raise ProtocolError(
+                    f"StepDone({step}) must have a token for exactly the {want} rows that sample; wrong: {wrong}"
+                )
+            given = [given[name] for name in ids]
+        try:
+            tokens = np.asarray(given)
+        except (ValueError, OverflowError) as error:
+            raise ProtocolError(f"StepDone({step}): tokens must be integers: {error}") from None
+        if tokens.ndim != 1 or len(tokens) != want:
+            raise ProtocolError(f"StepDone({step}) must have {want} tokens, got shape {tokens.shape}")
+        if not want:
+            return np.zeros(0, np.int32)
+        if tokens.dtype.kind not in "iu":
+            raise ProtocolError(f"StepDone({step}): tokens must be integers, got {tokens.dtype}")
+        if int(tokens.min()) < 0 or int(tokens.max()) > _MOST:
+            raise ProtocolError(f"StepDone({step}): tokens must be from 0 to 2**31 - 1")
+        return tokens
+
+    def _flight(self, event: StepDone | StepFailed) -> Flight:
+        flight = self.book.flight
+        if flight is None or event.step != flight.step:
+            running = f"step {flight.step} runs" if flight is not None else "no step runs"
+            raise ProtocolError(f"{type(event).__name__}({event.step!r:.20}) cannot happen now: {running}")
+        return flight
+
+    # ---- failed
+
+    def failed(self, event: StepFailed) -> None:
+        """Everybody in the step goes back; then they are tried in halves, until the culprit is alone."""
+        book, cache, planner = self.book, self.cache, self.planner
+        flight = self._flight(event)
+        self.counts["steps_failed"] += 1
+        cache.step_failed(flight.step, flight.step)
+        book.flight = None
+        for request in flight.left:
+            book.vacate(request)
+        rows = [request for request in flight.rows() if request.state is not ENDED]
+        for request in rows:
+            if request.state is DECODING:
+                book.sit_out(request)
+            assert request.lease is not None and request.state is PREFILLING
+            request.tries += 1
+            request.falls_to(cache.rewind(request.lease, request.position))
+            book.tables.write(request.slot, request.lease)
+        if planner.retries:
+            del planner.retries[0]
+        if len(rows) == 1:
+            if rows[0].tries >= self.config.max_tries:
+                book.end(rows[0], "failed", event.reason[:1000])
+            else:
+                planner.retries.insert(0, rows)
+        elif rows:
+            half = len(rows) // 2
+            planner.retries[:0] = [rows[:half], rows[half:]]

@@ -1,0 +1,126 @@
+"""What to do in one step: a batch, the copies around it, and transfers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from sapwood.cache import PageCopy
+
+from .decode import Decoding
+from .events import Ended
+from .request import Request
+
+Ints = npt.NDArray[np.int32]
+
+
+class Chunk(NamedTuple):
+    """A row that is not one of the decode rows: positions [start, end) of what is known of a request."""
+
+    request: Request
+    start: int
+    end: int
+    samples: bool
+    write_from: dict[str, int]
+
+
+@dataclass(slots=True)
+class Batch:
+    """Rows, by arrays. `tokens` are those of all rows, one row after the other.
+
+    cached      prompt tokens whose K/V this request did not compute
+    samples     this row yields a token
+    write_from  by group: K/V of earlier positions go to the null page
+    adapters    content digest, or None for the base model
+    """
+
+    ids: list[str]
+    slots: Ints
+    starts: Ints
+    lengths: Ints
+    tokens: Ints
+    cached: Ints
+    samples: npt.NDArray[np.bool_]
+    write_from: dict[str, Ints]
+    adapters: list[bytes | None]
+
+
+def _no_rows() -> Batch:
+    none = np.zeros(0, np.int32)
+    return Batch([], none, none, none, none, none, np.zeros(0, np.bool_), {}, [])
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step. `tables[group][slots[i]]` is what row i reads. An empty plan has no step and wants no event."""
+
+    step: int | None = None
+    batch: Batch = field(default_factory=_no_rows)
+    tables: dict[str, Ints] = field(default_factory=dict)
+    copies: list[PageCopy] = field(default_factory=list)
+    loads: list[Any] = field(default_factory=list)
+    saves: list[Any] = field(default_factory=list)
+    lookups: list[Any] = field(default_factory=list)
+    fetches: list[Any] = field(default_factory=list)
+    backups: list[Any] = field(default_factory=list)
+    ended: list[Ended] = field(default_factory=list)
+    wake_in: int | None = None
+
+    @property
+    def empty(self) -> bool:
+        return self.step is None
+
+
+def decode_batch(rows: Decoding, groups: list[str]) -> Batch:
+    """All decode rows, and nobody else."""
+    ids = rows.ids
+    starts = rows.starts()
+    return Batch(
+        ids,
+        rows.slots,
+        starts,
+        rows.lengths,
+        rows.tokens(),
+        rows.cached,
+        rows.samples,
+        dict.fromkeys(groups, starts),
+        rows.row_adapters,
+    )
+
+
+def batch_of(rows: Decoding | None, chunks: list[Chunk], groups: list[str]) -> Batch:
+    """The decode rows, if they take part, and then the chunks."""
+    if not chunks:
+        assert rows is not None
+        return decode_batch(rows, groups)
+    starts = [chunk.start for chunk in chunks]
+    raw = b"".join([chunk.request.tokens[4 * chunk.start : 4 * chunk.end] for chunk in chunks])
+    mine = Batch(
+        [chunk.request.id for chunk in chunks],
+        np.array([chunk.request.slot for chunk in chunks], np.int32),
+        np.array(starts, np.int32),
+        np.array([chunk.end - chunk.start for chunk in chunks], np.int32),
+        np.frombuffer(raw, np.int32),
+        np.array([chunk.request.cached for chunk in chunks], np.int32),
+        np.array([chunk.samples for chunk in chunks], np.bool_),
+        {name: np.array([chunk.write_from[name] for chunk in chunks], np.int32) for name in groups},
+        [chunk.request.adapter for chunk in chunks],
+    )
+    if rows is None or not rows.count:
+        return mine
+    theirs = decode_batch(rows, groups)
+    both = np.concatenate
+    return Batch(
+        theirs.ids + mine.ids,
+        both([theirs.slots, mine.slots]),
+        both([theirs.starts, mine.starts]),
+        both([theirs.lengths, mine.lengths]),
+        both([theirs.tokens, mine.tokens]),
+        both([theirs.cached, mine.cached]),
+        both([theirs.samples, mine.samples]),
+        {name: both([theirs.starts, mine.write_from[name]]) for name in groups},
+        theirs.adapters + mine.adapters,
+    )

@@ -1,0 +1,252 @@
+"""Making a plan: who grows, who computes which chunk, who comes in. The order of things in one plan:
+
+    1. relief      who could not grow in the last plan gets room, at the cost of the least urgent
+    2. decodes     every decode row gets the page it needs, or sits out
+    3. chunks      requests that hold memory and have tokens to compute, and those that wait, in one order of urgency
+                   and arrival: each takes what is left of the token budget
+
+With `mixed=False` chunks come first, and decodes only if there are none.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from heapq import merge
+
+from sapwood.cache import Keep, Match, PageCopy
+
+from .adapters import Gate
+from .book import Book, Flight
+from .config import SchedulerConfig
+from .plan import Chunk, Plan, batch_of
+from .policy import POLICIES
+from .pressure import Pressure
+from .request import Request
+
+_LOOK_AGAIN = 16  # plans after which a request that did not fit is tried again although no room was made
+
+
+class Planner:
+    def __init__(self, config: SchedulerConfig, book: Book) -> None:
+        self.config = config
+        self.book = book
+        self.cache = book.cache
+        self.page = config.page_size
+        self.pressure = Pressure(book)
+        self.policy = POLICIES[config.policy]()
+        self.step = 0
+        self.retries: list[list[Request]] = []  # rows of failed steps, to be tried apart from each other
+        self.groups = [group.name for group in self.cache.groups]
+
+    def plan(self) -> Plan:
+        """The next plan; empty if nobody can run."""
+        if self.retries:
+            chunks = self._retry()
+            if chunks:
+                return self._issue(False, chunks)
+        decoding = self.book.decoding
+        while True:
+            tight = self._anybody_sat_out()
+            if tight:
+                self.pressure.relieve()
+            if self.config.mixed:
+                tight |= self.pressure.grow_decodes()
+                self._begin(decoding.count)
+                chunks = self._chunks(not tight)
+                if chunks or decoding.count:
+                    return self._issue(True, chunks)
+            else:
+                self._begin(0)
+                chunks = self._chunks(not tight)
+                if chunks:
+                    return self._issue(False, chunks)
+                self.pressure.grow_decodes()
+                if decoding.count:
+                    self._begin(decoding.count)
+                    return self._issue(True, [])
+            if not self.pressure.break_deadlock():
+                return Plan()
+
+    def _begin(self, rows: int) -> None:
+        self.number = self.step + 1
+        self.budget = self.config.max_batch_tokens - rows
+        self.copies: list[PageCopy] = []
+        self.gate = Gate(self.config.max_loras, self.book.decoding.adapters if rows else ())
+        self.keep: Keep | None = None
+        if rows and self.cache.keeps_snapshots:
+            self._roll()
+
+    def _issue(self, decodes: bool, chunks: list[Chunk]) -> Plan:
+        book = self.book
+        rows = book.decoding.requests if decodes else []
+        if not rows and not chunks:
+            return Plan()
+        self.step = self.number
+        book.flight = Flight(self.step, list(rows), chunks)
+        batch = batch_of(book.decoding if decodes else None, chunks, self.groups)
+        return Plan(self.step, batch, book.tables.arrays, self.copies)
+
+    def _anybody_sat_out(self) -> bool:
+        return any(request.sat_out for request in self.book.prefilling.items)
+
+    def _roll(self) -> None:
+        """Decode rows that will fill a page leave a checkpoint there, every few pages."""
+        decoding, every = self.book.decoding, self.config.checkpoint_interval
+        for request in decoding.reaching_page_end():
+            page = (decoding.position(request) + 1) // self.page
+            if page % every == 0 and request.lease is not None:
+                self.copies += self.cache.roll_checkpoint(request.lease, page, self.number)
+
+    def _retry(self) -> list[Chunk]:
+        """The next part of a failed step, alone. Whoever has ended or was retracted meanwhile is not in it."""
+        while True:
+            while self.retries:
+                group = [request for request in self.retries[0] if request.lease is not None]
+                if group:
+                    break
+                del self.retries[0]
+            else:
+                self._begin(0)
+                return []
+            self.retries[0] = group
+            self._begin(0)
+            chunks: list[Chunk] = []
+            for request in group:
+                self._take_part(request, chunks)
+            if chunks or not self.pressure.break_deadlock():
+                return chunks
+
+    # ---- chunks
+
+    def _chunks(self, admitting: bool) -> list[Chunk]:
+        """Rows for requests that have tokens to compute, as far as the budget reaches: within a priority first those
+        that hold memory, then those that wait."""
+        book = self.book
+        chunks: list[Chunk] = []
+        if self.budget <= 0:
+            return chunks
+        for request in [r for r in book.prefilling.items if r.generated and len(r.tokens) == 4 * r.position + 4]:
+            self._take_part(request, chunks)  # decode rows that sat out
+        done = {id(chunk.request) for chunk in chunks}
+        staying = [r for r in book.prefilling.items if id(r) not in done]
+        free = self.config.max_batch_size - book.live
+        coming: Iterable[Request] = ()
+        if admitting and free > 0 and book.waiting.items:
+            coming = self.policy.order(book.waiting.items.copy(), self.config.max_overtaken, self._peek)
+        self.room: tuple[int, ...] | None = None
+        admitted: list[Request] = []
+        for request in merge(staying, coming, key=lambda r: (r.priority, r.lease is None)) if staying else coming:
+            if self.budget <= 0 or not (free or staying):
+                break
+            if request.lease is None:
+                if not free:
+                    continue
+                if not self.gate.lets_in(request.adapter):
+                    if request.overtaken >= self.config.max_overtaken:
+                        self.gate.close()
+                    continue
+                if not self._admit(request):
+                    if request.overtaken >= self.config.max_overtaken:
+                        free = 0  # it has been overtaken often enough: nobody else comes in
+                    continue
+                free -= 1
+                admitted.append(request)
+            self._take_part(request, chunks)
+        if admitted:
+            self._age(admitted)
+        return chunks
+
+    def _take_part(self, request: Request, chunks: list[Chunk]) -> None:
+        if self.budget <= 0 or not self.gate.lets_in(request.adapter):
+            return
+        chunk = self._chunk(request)
+        if chunk is not None:
+            chunks.append(chunk)
+            self.gate.enter(request.adapter)
+
+    def _chunk(self, request: Request) -> Chunk | None:
+        """The next tokens of a request, as many as the budget and every group can give; None if that is none."""
+        cache, lease, page, step = self.cache, request.lease, self.page, self.number
+        assert lease is not None
+        if request.reads and request.position < lease.length - 1 and lease.opened:
+            known = request.tokens if len(request.tokens) == 4 * lease.length else request.tokens[: 4 * lease.length]
+            request.begins_at(cache.adopt(lease, known, request.position))
+        start = request.position
+        known_to = len(request.tokens) // 4
+        end = self._cut(lease.cuts, start, min(known_to, start + self.budget))
+        end = cache.growable(lease, end)
+        if end <= start or not cache.grow(lease, end):
+            request.sat_out = True
+            self.book.counts["sat_out"] += 1
+            return None
+        request.sat_out = False
+        self.copies += cache.opening(lease, step)
+        write_from = cache.write_from(lease, start)
+        cache.publish(lease, request.tokens, end // page, step)
+        if end // page in lease.cuts and not end % page:
+            self.copies += cache.checkpoint(lease, end // page, step)
+        self.book.tables.write(request.slot, lease)
+        self.budget -= end - start
+        return Chunk(request, start, end, end == known_to, write_from)
+
+    def _cut(self, cuts: tuple[int, ...], start: int, end: int) -> int:
+        """Where a chunk ends so that a snapshot can be taken."""
+        for cut in cuts:
+            if start < cut * self.page < end:
+                end = cut * self.page
+        return end
+
+    # ---- coming in
+
+    def _match(self, request: Request) -> Match:
+        if request.reads:
+            return self.cache.match_prefix(request.binding, request.tokens, host=False)
+        return self.cache.match_nothing(request.binding, request.tokens)
+
+    def _peek(self, request: Request) -> int:
+        return self._match(request).start
+
+    def _admit(self, request: Request) -> bool:
+        """Give a waiting request its memory, if there is enough; if it waits for a snapshot somebody is making, not
+        yet."""
+        if self.room is None:
+            self.room = self.cache.available()
+        if request.tried is not None and self.step - request.tried_at < _LOOK_AGAIN:
+            if all(now <= then for now, then in zip(self.room, request.tried, strict=True)):
+                return False
+        match = self._match(request)
+        if match.pending:
+            return False
+        upto = self._cut(match.cuts, match.start, min(match.length, match.start + self.budget))
+        if self.book.admit(request, match, upto, self._keep(request)):
+            if self.keep is not None:
+                self.keep = self._with(self.keep, request)
+            return True
+        request.tried, request.tried_at = self.room, self.step
+        return False
+
+    def _keep(self, request: Request) -> Keep:
+        """What must be left: running requests must be able to go on for a while, and so must this one."""
+        book, headroom = self.book, self.config.headroom
+        if not book.owners:
+            return Keep(least=1)
+        if self.keep is None:
+            self.keep = Keep(0, book.decoding.room_ahead(headroom), book.decoding.count, 1)
+            for other in book.prefilling.items:
+                self.keep = self._with(self.keep, other)
+        return self.keep._replace(tokens=min(request.final, len(request.tokens) // 4 + headroom))
+
+    def _with(self, keep: Keep, request: Request) -> Keep:
+        """What is left to give to a request that does not decode yet counts as taken."""
+        want = min(request.final, len(request.tokens) // 4 + self.config.headroom)
+        ahead = -(-want // self.page) + request.position // -self.page
+        return keep._replace(pages=keep.pages + max(0, ahead), rows=keep.rows + 1)
+
+    def _age(self, admitted: list[Request]) -> None:
+        """Whoever came before one of these, and still waits, has been overtaken."""
+        keys = sorted(request.key for request in admitted)
+        for request in self.book.waiting.items:
+            if request.key > keys[-1]:
+                break
+            request.overtaken += len(keys) - bisect_left(keys, request.key)

@@ -1,0 +1,195 @@
+"""A request: what was asked, what is known of it, and the table of what can happen to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy.typing as npt
+
+from sapwood.cache import Binding, HybridPrefixCache, Lease, Namespace, token_bytes
+
+from .config import whole
+from .events import ProtocolError
+
+_MOST = 2**31 - 1
+_MOST_EOS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """What is asked. `tokens`: a list, an int32 array or a buffer of int32. `priority`: lower is more urgent. `eos`:
+    tokens that end it, once it has yielded `min_tokens`. Checked by `Scheduler.submit`."""
+
+    id: str
+    tokens: Sequence[int] | bytes | bytearray | memoryview | npt.NDArray[Any]
+    max_tokens: int
+    namespace: Namespace = field(default_factory=Namespace)
+    priority: int = 0
+    eos: Sequence[int] = ()
+    min_tokens: int = 0
+    reads_cache: bool = True
+    writes_cache: bool = True
+
+
+class Refused(ValueError):
+    """A request that cannot be taken, and why. Nothing of its list was taken."""
+
+    def __init__(self, id: str, reason: str) -> None:
+        super().__init__(f"request {id!r:.80} is refused: {reason}")
+        self.id = id
+        self.reason = reason
+
+
+WAITING: Final = "waiting"  # holds no memory; after a retraction it has generated tokens already
+PREFILLING: Final = "prefilling"  # holds a lease; has more than its last token to compute, or sits out
+DECODING: Final = "decoding"  # one token in every step
+ENDED: Final = "ended"
+
+# (state, what happens) -> state. What is not here cannot happen.
+_NEXT = {
+    (WAITING, "admission"): PREFILLING,
+    (PREFILLING, "joining the decodes"): DECODING,
+    (DECODING, "leaving the decodes"): PREFILLING,
+    (PREFILLING, "retraction"): WAITING,
+    (WAITING, "its end"): ENDED,
+    (PREFILLING, "its end"): ENDED,
+    (DECODING, "its end"): ENDED,
+}
+
+
+class Request:
+    """One request. `tokens` are those known of it, except while it decodes: then the newest are in the arrays."""
+
+    __slots__ = (
+        "adapter",
+        "arrival",
+        "binding",
+        "cached",
+        "computed",
+        "eos",
+        "final",
+        "id",
+        "key",
+        "lease",
+        "max_tokens",
+        "min_tokens",
+        "overtaken",
+        "pages",
+        "position",
+        "priority",
+        "prompt",
+        "reached",
+        "reads",
+        "recomputed",
+        "row",
+        "sat_out",
+        "settled",
+        "slot",
+        "state",
+        "tokens",
+        "tried",
+        "tried_at",
+        "tries",
+        "writes",
+    )
+
+    def __init__(self, spec: RequestSpec, tokens: bytes, arrival: int, binding: Binding) -> None:
+        self.id = spec.id
+        self.tokens = tokens
+        self.prompt = len(tokens) // 4
+        self.max_tokens = spec.max_tokens
+        self.final = self.prompt + spec.max_tokens - 1  # positions it computes at most
+        self.eos = tuple(spec.eos)
+        self.min_tokens = spec.min_tokens
+        self.adapter = spec.namespace.adapter
+        self.priority = spec.priority
+        self.arrival = arrival
+        self.key = (spec.priority, arrival)
+        self.reads = spec.reads_cache
+        self.writes = spec.writes_cache
+        self.binding = binding
+        self.state = WAITING
+        self.lease: Lease | None = None
+        self.slot = -1
+        self.row = -1  # its place in the arrays while it decodes
+        self.pages: list[bytes] = []  # whole pages of tokens since it began to decode
+        self.position = 0  # tokens computed
+        self.cached = 0
+        self.computed = 0
+        self.recomputed = 0
+        self.reached = 0  # the furthest position it has been at: what is computed below counts as again
+        self.settled = (0, 0)  # `cached` and `reached` as of its last step that was done
+        self.tries = 0
+        self.overtaken = 0
+        self.sat_out = False  # it could not grow in the plan before
+        self.tried: tuple[int, ...] | None = None  # how many pages there were when it last did not fit,
+        self.tried_at = 0  # and in which plan
+
+    def happens(self, what: str) -> None:
+        """Go to the next state, or say that this cannot be."""
+        state = _NEXT.get((self.state, what))
+        if state is None:
+            raise ProtocolError(f"{what} cannot happen to request {self.id!r:.80} while it is {self.state}")
+        self.state = state
+
+    @property
+    def generated(self) -> int:
+        """Tokens it has yielded, while it does not decode."""
+        return len(self.tokens) // 4 - self.prompt
+
+    def begins_at(self, position: int) -> None:
+        """It goes on at `position`: what lies beyond where it has been was found in the cache."""
+        self.position = position
+        if position > self.reached:
+            self.cached += min(position, self.prompt) - min(self.reached, self.prompt)
+            self.reached = position
+
+    def falls_to(self, position: int) -> None:
+        """Its step failed: what it had adopted for it may be gone again."""
+        self.cached, self.reached = self.settled
+        self.begins_at(position)
+
+    def computes_to(self, end: int) -> None:
+        """It has computed its tokens up to `end`."""
+        again = min(end, self.reached) - self.position
+        if again > 0:
+            self.recomputed += again
+        if end > self.reached:
+            self.computed += min(end, self.prompt) - min(max(self.reached, self.position), self.prompt)
+            self.reached = end
+        self.position = end
+        self.settled = (self.cached, self.reached)
+
+
+def checked(spec: RequestSpec, cache: HybridPrefixCache) -> bytes:
+    """The tokens of a spec that is right in itself, as bytes of int32; else Refused, with the reason."""
+    if not isinstance(spec, RequestSpec):
+        raise Refused("", f"a RequestSpec is wanted, got {spec!r:.60}")
+    if not isinstance(spec.id, str) or not 0 < len(spec.id) <= 512:
+        raise Refused(f"{spec.id!s:.80}", f"id must be a string of 1 to 512 characters, got {spec.id!r:.60}")
+    try:
+        tokens = token_bytes(spec.tokens)
+        whole("max_tokens", spec.max_tokens, 1, _MOST)
+        whole("min_tokens", spec.min_tokens, 0, spec.max_tokens)
+        whole("priority", spec.priority, -_MOST, _MOST)
+        if not isinstance(spec.namespace, Namespace):
+            raise ValueError(f"namespace must be a Namespace, got {spec.namespace!r:.60}")
+        if spec.eos:
+            if isinstance(spec.eos, (str, bytes)) or len(spec.eos) > _MOST_EOS:
+                raise ValueError(f"eos must be at most {_MOST_EOS} tokens, got {spec.eos!r:.60}")
+            for token in spec.eos:
+                whole("a token of eos", token, 0, _MOST)
+        for field in ("reads_cache", "writes_cache"):
+            if not isinstance(getattr(spec, field), bool):
+                raise ValueError(f"{field} must be True or False, got {getattr(spec, field)!r:.60}")
+    except (ValueError, TypeError) as error:
+        raise Refused(spec.id, str(error)) from None
+    length = len(tokens) // 4
+    if length + spec.max_tokens > _MOST:
+        raise Refused(spec.id, f"prompt and max_tokens must stay below 2**31, got {length} + {spec.max_tokens}")
+    why = cache.too_long(length + spec.max_tokens - 1)
+    if why:
+        raise Refused(spec.id, f"it can never fit: {length} prompt + {spec.max_tokens} new tokens: {why}")
+    return tokens

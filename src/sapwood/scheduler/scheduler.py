@@ -1,0 +1,134 @@
+"""`Scheduler`: the whole engine interface. submit, next_plan, advance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sapwood.cache import HybridPrefixCache, KVEvent, Namespace
+
+from .book import Book
+from .config import SchedulerConfig
+from .events import Abort, Ended, Event, Finish, ProtocolError, StepDone, StepFailed, Tick
+from .outcome import Outcome
+from .plan import Plan
+from .planner import Planner
+from .request import Refused, Request, RequestSpec, checked
+
+
+class Scheduler:
+    """Decides, step by step, which requests compute what, with which memory. Deterministic: no clock, no randomness.
+
+    scheduler.submit(specs)
+    plan = scheduler.next_plan()
+    ended = scheduler.advance(executor.execute(plan))
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        if not isinstance(config, SchedulerConfig):
+            raise ValueError(f"config must be a SchedulerConfig, got {config!r:.60}")
+        self.config = config
+        self._book = Book(config)
+        self._planner = Planner(config, self._book)
+        self._outcome = Outcome(config, self._book, self._planner)
+        self._arrivals = 0
+        self._ticks = 0
+
+    @property
+    def cache(self) -> HybridPrefixCache:
+        return self._book.cache
+
+    def submit(self, specs: Sequence[RequestSpec]) -> None:
+        """Take these requests, in this order; or none of them, with Refused for the first that cannot be taken."""
+        book = self._book
+        if isinstance(specs, RequestSpec):
+            raise ValueError("submit takes a list of RequestSpec, got one RequestSpec")
+        taken: dict[str, bytes] = {}
+        specs = list(specs)
+        for spec in specs:
+            tokens = checked(spec, book.cache)
+            if spec.id in taken or spec.id in book.requests:
+                raise Refused(spec.id, "a request with this id is live; an id can be used again after its Ended")
+            taken[spec.id] = tokens
+        for spec in specs:
+            self._arrivals += 1
+            request = Request(spec, taken[spec.id], self._arrivals, book.cache.bind(spec.namespace))
+            book.requests[spec.id] = request
+            book.waiting.add(request)
+        book.counts["submitted"] += len(specs)
+
+    def next_plan(self) -> Plan:
+        """What to do next. Empty while a plan runs, and when there is nothing to do."""
+        book = self._book
+        if book.flight is not None or not book.requests:
+            plan = Plan()
+        else:
+            plan = self._planner.plan()
+        if book.ended:
+            plan.ended = book.take_ended()
+        return plan
+
+    def advance(self, events: Sequence[Event]) -> list[Ended]:
+        """What has happened, in order. Returns the requests that are over. ProtocolError for an event that cannot
+        happen: it changes nothing; those before it have been applied, and their ends are told by the next call."""
+        for event in events:
+            if type(event) is StepDone:
+                self._outcome.done(event)
+            else:
+                self._apply(event)
+        return self._book.take_ended()
+
+    def _apply(self, event: Event) -> None:
+        if isinstance(event, StepDone):
+            self._outcome.done(event)
+        elif isinstance(event, StepFailed):
+            self._outcome.failed(event)
+        elif isinstance(event, Abort):
+            request = self._book.requests.get(event.id)
+            if request is not None:
+                self._book.end(request, "abort")
+        elif isinstance(event, Finish):
+            self._finish(event)
+        elif isinstance(event, Tick):
+            if type(event.n) is not int or event.n < 0:
+                raise ProtocolError(f"Tick: n must be an integer from 0 on, got {event.n!r:.40}")
+            self._ticks += event.n
+        elif hasattr(event, "op"):
+            raise ProtocolError(f"{type(event).__name__}: operation {event.op!r:.40} is not known or is over already")
+        else:
+            raise ProtocolError(f"advance takes events of sapwood.scheduler, got {event!r:.60}")
+
+    def _finish(self, event: Finish) -> None:
+        request = self._book.requests.get(event.id)
+        if request is None:
+            return
+        if request.row < 0 and not request.generated:
+            raise ProtocolError(
+                f"Finish cannot happen to request {request.id!r:.80} while it is {request.state}: "
+                "it has yielded no token yet"
+            )
+        self._book.end(request, "finish")
+
+    def evict_namespace(self, namespace: Namespace) -> bool:
+        """Forget what is cached of a namespace. Requests bound to it end under it. Returns whether there was any."""
+        return self.cache.evict_namespace(namespace)
+
+    def flush(self) -> None:
+        """Forget everything that is cached."""
+        self.cache.flush()
+
+    def drain_events(self) -> list[KVEvent]:
+        """KV events since the last call."""
+        return self.cache.drain_events()
+
+    def stats(self) -> dict[str, Any]:
+        """Requests by state, what was done so far, and the cache's own figures under "cache"."""
+        book = self._book
+        return {
+            "waiting": len(book.waiting),
+            "prefilling": len(book.prefilling),
+            "decoding": book.decoding.count,
+            **book.counts,
+            **self._outcome.counts,
+            "cache": self.cache.stats(),
+        }

@@ -1,0 +1,73 @@
+"""The page tables as the executor sees them: one row a slot, kept equal to what the leases hold."""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+import numpy.typing as npt
+
+from sapwood.cache import HybridPrefixCache, Lease
+
+Ints = npt.NDArray[np.int32]
+
+
+class Tables:
+    """Slots are given out lowest first. Columns are added as requests get longer; what a plan was given stays valid."""
+
+    def __init__(self, cache: HybridPrefixCache, slots: int) -> None:
+        self.cache = cache
+        self.names = [group.name for group in cache.groups]
+        self.slots = slots
+        self.arrays: dict[str, Ints] = {}
+        self._free = list(range(slots))
+        self._columns = 0
+        self._used = np.zeros(slots, np.int64)  # columns that may hold something, by slot
+        self._widen(16)
+
+    def _widen(self, columns: int) -> None:
+        wider = {name: np.zeros((self.slots, columns), np.int32) for name in self.names}
+        for name, table in self.arrays.items():
+            wider[name][:, : self._columns] = table
+        self.arrays = wider  # a new dict: a plan keeps the tables it was given
+        self._columns = columns
+
+    def take_slot(self) -> int:
+        return heapq.heappop(self._free)
+
+    def give_slot(self, slot: int) -> None:
+        used = int(self._used[slot])
+        for table in self.arrays.values():
+            table[slot, :used] = 0
+        self._used[slot] = 0
+        heapq.heappush(self._free, slot)
+
+    def write(self, slot: int, lease: Lease) -> None:
+        """Everything the lease has, in every group."""
+        before, most = int(self._used[slot]), 0
+        for name in self.names:
+            ids = self.cache.table(lease, name)
+            n = len(ids)
+            if n > self._columns:
+                self._widen(max(n, 2 * self._columns))
+            row = self.arrays[name][slot]
+            row[:n] = ids
+            if n < before:
+                row[n:before] = 0
+            most = max(most, n)
+        self._used[slot] = most
+
+    def append(self, slots: npt.NDArray[np.int64], columns: npt.NDArray[np.int64], grown: dict[str, Ints]) -> None:
+        """One more page for each of these slots, in the groups that have pages."""
+        last = int(columns.max())
+        if last >= self._columns:
+            self._widen(max(last + 1, 2 * self._columns))
+        for name, ids in grown.items():
+            self.arrays[name][slots, columns] = ids
+        self._used[slots] = np.maximum(self._used[slots], columns + 1)
+
+    def replace(self, slot: int, name: str, column: int, page: int) -> None:
+        self.arrays[name][slot, column] = page
+
+    def clear(self, slot: int, name: str, low: int, high: int) -> None:
+        self.arrays[name][slot, low:high] = 0
