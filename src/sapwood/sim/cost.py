@@ -1,0 +1,93 @@
+"""What a step costs on a real machine, by arithmetic; and an executor that spends that time instead of computing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sapwood.scheduler import StepDone
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """A machine and a model, by a roofline: a step takes as long as its matmuls or its memory traffic, whichever is
+    more, and a fixed time to be launched. The defaults are an H200 and an 8B model in bf16."""
+
+    flops: float = 795e12  # a second, bf16 matmul
+    bandwidth: float = 4.2e12  # bytes a second, device memory
+    weights_bytes: float = 16.4e9
+    bytes_per_weight: float = 2.0
+    kv_bytes: float = 147e3  # a token
+    overhead: float = 0.5e-3  # seconds a step
+
+    def __post_init__(self) -> None:
+        for name in ("flops", "bandwidth", "weights_bytes", "bytes_per_weight"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be more than 0, got {getattr(self, name)!r}")
+        for name in ("kv_bytes", "overhead"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)!r}")
+
+    def seconds(self, starts: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> float:
+        """How long a batch takes whose rows compute [start, start + length)."""
+        tokens = int(lengths.sum())
+        if not tokens:
+            return 0.0
+        matmul = tokens * 2 * (self.weights_bytes / self.bytes_per_weight) / self.flops
+        context = int(starts.sum(dtype=np.int64)) + 2 * tokens  # what is read, and what is written
+        memory = (self.weights_bytes + context * self.kv_bytes) / self.bandwidth
+        return self.overhead + max(matmul, memory)
+
+
+class SimulatedExecutor:
+    """Executes plans by counting: time by the cost model, tokens drawn from the seed. Keeps no contents, and is fast.
+
+    What a request generates depends on the seed, its last token and its position alone, so it is the same under every
+    schedule.
+    """
+
+    def __init__(self, model: CostModel | None = None, seed: int = 0, vocabulary: int = 32_000) -> None:
+        if vocabulary < 1:
+            raise ValueError(f"vocabulary must be 1 or more, got {vocabulary}")
+        self.model = CostModel() if model is None else model
+        self.vocabulary = vocabulary
+        self.seconds = 0.0
+        self.steps = 0
+        self.prefill_tokens = 0  # in rows of two tokens or more
+        self.decode_tokens = 0  # in rows of one
+        self._seed = np.uint64(seed % 2**64)
+        self._last = np.zeros(0, np.int32)  # by slot: the token it sampled last, for plans that do not know it
+
+    def execute(self, plan: Any) -> list[StepDone]:
+        """Spend the time a plan takes. Returns its StepDone; nothing for a plan without rows."""
+        if plan.empty or not len(plan.batch.ids):
+            return []
+        batch = plan.batch
+        starts, lengths = np.asarray(batch.starts), np.asarray(batch.lengths)
+        self.seconds += self.model.seconds(starts, lengths)
+        self.steps += 1
+        single = int(np.count_nonzero(lengths == 1))
+        self.decode_tokens += single
+        self.prefill_tokens += int(lengths.sum()) - single
+        rows = np.asarray(batch.samples).nonzero()[0]
+        slots = np.asarray(batch.slots)[rows]
+        last = np.asarray(batch.tokens)[lengths.cumsum()[rows] - 1]
+        if len(slots):
+            if int(slots.max()) >= len(self._last):
+                self._last = np.concatenate([self._last, np.zeros(int(slots.max()) + 1, np.int32)])
+            last = np.where(last < 0, self._last[slots], last)
+        sampled = self._draw(last, (starts + lengths)[rows])
+        self._last[slots] = sampled
+        return [StepDone(plan.step, sampled)]
+
+    def _draw(self, last: npt.NDArray[Any], ends: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+        """Splitmix64 of (seed, last token, position), as a token."""
+        mixed = (last.astype(np.uint64) << np.uint64(32)) ^ ends.astype(np.uint64) ^ self._seed
+        mixed = (mixed + np.uint64(0x9E3779B97F4A7C15)) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        mixed ^= mixed >> np.uint64(31)
+        tokens: npt.NDArray[np.int32] = (mixed % np.uint64(self.vocabulary)).astype(np.int32)
+        return tokens

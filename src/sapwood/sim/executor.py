@@ -1,0 +1,326 @@
+"""The content-checking executor: runs plans on the content double, and holds each against the contract before it does.
+
+It is told every request (`submit`), so it knows what each plan must say. `execute` runs a plan at once; `begin` and
+then `done` or `fail` leave a gap in which a driver can do what happens to engines while a step runs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sapwood.cache import Namespace, PageCopy, token_bytes
+from sapwood.scheduler import RequestSpec, Scheduler, StepDone, StepFailed
+
+from .content import ContentDouble, ContentError, Row
+
+Ids = npt.NDArray[np.int32]
+_ARRAYS = ("slots", "starts", "lengths", "tokens", "cached", "samples")
+_TRANSFERS = ("loads", "saves", "lookups", "fetches", "backups")
+
+
+@dataclass
+class Life:
+    """One request as the executor knows it, from `submit` on. An id that is used again is another life."""
+
+    id: str
+    name: str  # in the double, where no two lives share a name
+    namespace: Namespace
+    prompt: int
+    max_tokens: int
+    reads: bool
+    writes: bool
+    known: list[int]  # the prompt, and what its steps have sampled
+    slot: int | None = None
+    end: int = 0  # where its last planned row ended
+    cached: int = 0  # as its last planned row said
+    real: int = 0  # where its last row that was done ended
+    unsure: int = 0  # samples of steps in flight
+    upset: int = 0  # how many steps had failed and requests been retracted when its last row was planned
+    steady: bool = True  # no step has failed and nobody been retracted between its rows
+
+    @property
+    def generated(self) -> list[int]:
+        return self.known[self.prompt :]
+
+
+@dataclass
+class _Flight:
+    plan: Any
+    lives: list[Life]
+    rows: list[Row]
+    entries: list[tuple[str, int, Ids, Ids]]  # group, slot, columns its row reads, what they held when it went out
+    batch: bytes  # as it went out
+    doomed: bool = False
+
+
+def batch_bytes(batch: Any) -> bytes:
+    """All a batch says, as bytes."""
+    return b"|".join(
+        [
+            "\n".join(batch.ids).encode(),
+            *(np.asarray(getattr(batch, name)).tobytes() for name in _ARRAYS),
+            *(name.encode() + np.asarray(batch.write_from[name]).tobytes() for name in sorted(batch.write_from)),
+            b",".join(b"-" if adapter is None else adapter for adapter in batch.adapters),
+        ]
+    )
+
+
+class ContentExecutor:
+    """Runs the plans of one scheduler on digests instead of tensors. ContentError at the first thing that is wrong."""
+
+    def __init__(self, scheduler: Scheduler, seed: int = 0, vocabulary: int = 97) -> None:
+        self.scheduler = scheduler
+        self.config = scheduler.config
+        self.double = ContentDouble(scheduler.cache.page_size, scheduler.cache.groups, seed, vocabulary)
+        self.double.attach(scheduler.cache)
+        self.random = random.Random(seed)
+        self.lives: dict[str, Life] = {}
+        self.slots: dict[int, Life] = {}  # who was last seen in a slot
+        self.flights: deque[_Flight] = deque()
+        self.step: int | None = None  # of the last plan
+        self.failures = 0
+        self.moves = 0  # slots lost between two rows of a request: it must have been retracted
+        self._lived = 0
+
+    def submit(self, spec: RequestSpec) -> Life:
+        """Make a request known, before the scheduler hears of it."""
+        tokens = np.frombuffer(token_bytes(spec.tokens), np.int32).tolist()
+        self._lived += 1
+        name = f"{spec.id}#{self._lived}" if spec.id in self.lives else spec.id
+        life = Life(
+            spec.id,
+            name,
+            spec.namespace,
+            len(tokens),
+            spec.max_tokens,
+            spec.reads_cache,
+            spec.writes_cache,
+            tokens,
+        )
+        self.lives[spec.id] = life
+        self.double.request(name, spec.namespace, tokens)
+        return life
+
+    def execute(self, plan: Any) -> list[StepDone | StepFailed]:
+        """Run a plan at once. Returns its StepDone; nothing for a plan without rows."""
+        self.begin(plan)
+        return self.done() if self.flights else []
+
+    def begin(self, plan: Any) -> None:
+        """A plan goes out. It is checked now, and runs when it is done."""
+        for kind in _TRANSFERS:
+            _must(not getattr(plan, kind), f"the plan has {kind}, which this executor does not carry out")
+        if plan.empty:
+            return
+        _must(self.step is None or plan.step == self.step + 1, f"step {plan.step} comes after step {self.step}")
+        _must(len(self.flights) <= self.config.overlap, f"{len(self.flights)} plans are in flight already")
+        self.step = plan.step
+        flight = self._read(plan)
+        self.double.issue(plan.step, flight.rows, list(plan.copies))
+        if flight.rows:
+            self.flights.append(flight)
+        else:
+            self.double.done(plan.step)
+
+    def done(self) -> list[StepDone | StepFailed]:
+        """The oldest plan in flight is done."""
+        flight = self._oldest()
+        step = flight.plan.step
+        sampled = self.double.done(step)
+        if flight.doomed:  # counts as failed whatever it says
+            sampled = {row.id: self.random.randrange(self.double.vocabulary) for row in flight.rows if row.samples}
+        for life, row in zip(flight.lives, flight.rows, strict=True):
+            if flight.doomed:
+                continue
+            life.real = row.start + row.length
+            if row.samples:
+                life.unsure -= 1
+                life.known.append(sampled[row.id])
+        tokens: dict[str, int] | Ids
+        if self.random.random() < 0.5:
+            tokens = {life.id: sampled[life.name] for life in flight.lives if life.name in sampled}
+        else:
+            tokens = np.array([sampled[row.id] for row in flight.rows if row.samples], np.int32)
+        return [StepDone(step, tokens)]
+
+    def fail(self, reason: str) -> list[StepDone | StepFailed]:
+        """The oldest plan in flight fails, and all later ones with it: what they wrote is garbage."""
+        flight = self._oldest()
+        self.double.fail(flight.plan.step)
+        self.failures += 1
+        if not flight.doomed:
+            for each in (flight, *self.flights):
+                each.doomed = True
+                for life in each.lives:
+                    life.unsure = 0
+        return [StepFailed(flight.plan.step, reason)]
+
+    def _oldest(self) -> _Flight:
+        if not self.flights:
+            raise ValueError("no plan is in flight")
+        flight = self.flights.popleft()
+        _must(batch_bytes(flight.plan.batch) == flight.batch, f"the batch of step {flight.plan.step} changed in flight")
+        for group, slot, columns, before in flight.entries:
+            now = flight.plan.tables[group][slot][columns]
+            if not np.array_equal(now, before):
+                at = int((now != before).nonzero()[0][0])
+                raise ContentError(
+                    f"step {flight.plan.step}: {group}: entry {int(columns[at])} of slot {slot} was {int(before[at])} "
+                    f"when the plan went out and is {int(now[at])} before it is done"
+                )
+        return flight
+
+    # ---- the plan against the contract
+
+    def _read(self, plan: Any) -> _Flight:
+        """The rows of a plan as the double runs them. ContentError if they are not what the contract says."""
+        batch, config = plan.batch, self.config
+        rows = len(batch.ids)
+        groups = self.double.groups
+        for what in ("slots", "starts", "lengths", "cached", "samples", "adapters"):
+            _must(len(getattr(batch, what)) == rows, f"{what} has {len(getattr(batch, what))} entries for {rows} rows")
+        _must(set(batch.write_from) == set(groups), f"write_from is of groups {sorted(batch.write_from)}")
+        _must(set(plan.tables) == set(groups), f"tables are of groups {sorted(plan.tables)}")
+        for name, begins in batch.write_from.items():
+            _must(len(begins) == rows, f"write_from of {name} has {len(begins)} entries for {rows} rows")
+        _must(len(set(batch.ids)) == rows, f"an id has two rows: {batch.ids}")
+        _must(rows <= config.max_batch_size, f"{rows} rows, max_batch_size is {config.max_batch_size}")
+        total = int(np.sum(batch.lengths)) if rows else 0
+        _must(total <= config.max_batch_tokens, f"{total} tokens, max_batch_tokens is {config.max_batch_tokens}")
+        _must(len(batch.tokens) == total, f"{len(batch.tokens)} tokens in rows of {total}")
+        slots = np.asarray(batch.slots).tolist()
+        _must(len(set(slots)) == rows, f"two rows share a slot: {slots}")
+        adapters = {adapter for adapter in batch.adapters if adapter is not None}
+        if config.max_loras:
+            _must(len(adapters) <= config.max_loras, f"{len(adapters)} adapters, max_loras is {config.max_loras}")
+
+        upset = self.failures + int(self.scheduler.cache.stats()["retracted"])
+        flight = _Flight(plan, [], [], [], batch_bytes(batch))
+        at = 0
+        kinds = set()
+        for i, id in enumerate(batch.ids):
+            _must(id in self.lives, f"{id!r} was never submitted")
+            life = self.lives[id]
+            start, length = int(batch.starts[i]), int(batch.lengths[i])
+            _must(length >= 1 and start >= 0, f"{id}: a row of {length} tokens from {start}")
+            tokens = batch.tokens[at : at + length]
+            at += length
+            self._same_tokens(life, start, tokens)
+            self._same_slot(life, slots[i])
+            kinds.add(self._kind(life, start, length, upset))
+            self._adds_up(life, start, length, int(batch.cached[i]), upset)
+            _must(batch.adapters[i] == life.namespace.adapter, f"{id}: the adapter is not that of its namespace")
+            row = self._row(plan, i, life, start, length)
+            flight.lives.append(life)
+            flight.rows.append(row)
+            for name, table in row.tables.items():
+                columns = self._columns(name, start, start + length)
+                flight.entries.append((name, slots[i], columns, table[columns]))
+        if not config.mixed:
+            _must(len(kinds - {"either"}) <= 1, "prompts and decodes in one batch, and mixed is False")
+        for copy in plan.copies:
+            self._copy(copy)
+        return flight
+
+    def _same_tokens(self, life: Life, start: int, tokens: Ids) -> None:
+        known = len(life.known)
+        end = start + len(tokens)
+        _must(end <= known + life.unsure, f"{life.id}: a row up to {end}, only {known + life.unsure} tokens exist")
+        expected = life.known[start:end] + [-1] * (end - max(start, known))
+        if tokens.tolist() != expected:
+            at = next(
+                i for i, (ours, theirs) in enumerate(zip(tokens.tolist(), expected, strict=True)) if ours != theirs
+            )
+            raise ContentError(
+                f"{life.id}: token {start + at} is {expected[at]}, the batch has {int(tokens[at])} (row from {start})"
+            )
+
+    def _same_slot(self, life: Life, slot: int) -> None:
+        """A request keeps its slot; one that lost it since its last row must have been retracted."""
+        if life.slot is not None and (life.slot != slot or self.slots[slot] is not life):
+            self.moves += 1
+            retracted = int(self.scheduler.cache.stats()["retracted"])
+            _must(
+                self.moves <= retracted,
+                f"{life.id}: was in slot {life.slot} and is in slot {slot}; slots were lost {self.moves} times, "
+                f"requests retracted {retracted} times",
+            )
+        life.slot = slot
+        self.slots[slot] = life
+
+    @staticmethod
+    def _kind(life: Life, start: int, length: int, upset: int) -> str:
+        """ "prompt" or "decode", or "either" where a request comes back at its very end."""
+        if length > 1 or start < life.prompt:
+            return "prompt"
+        return "decode" if start == life.end and life.upset == upset else "either"
+
+    def _adds_up(self, life: Life, start: int, length: int, cached: int, upset: int) -> None:
+        """What was cached and what was computed make the whole, and nothing is computed twice without need."""
+        _must(0 <= cached < life.prompt, f"{life.id}: {cached} of {life.prompt} prompt tokens cached")
+        _must(life.reads or not cached, f"{life.id}: {cached} tokens cached, and it reads nothing from the cache")
+        if len(life.known) > life.prompt:
+            _must(cached == life.cached, f"{life.id}: cached was {life.cached} at its first token, now {cached}")
+        if life.upset == upset or not life.end:
+            skipped, more = start - life.end, cached - life.cached
+            _must(
+                skipped == more >= 0,
+                f"{life.id}: its row starts at {start}, the last one ended at {life.end}; cached went from "
+                f"{life.cached} to {cached}",
+            )
+        else:
+            life.steady = False
+        life.end, life.cached, life.upset = start + length, cached, upset
+
+    def _row(self, plan: Any, i: int, life: Life, start: int, length: int) -> Row:
+        batch, end = plan.batch, start + length
+        exist = len(life.known) + life.unsure
+        samples = bool(batch.samples[i])
+        _must(samples == (end == exist), f"{life.id}: samples is {samples} for a row up to {end} of {exist} tokens")
+        life.unsure += samples
+        tables, begins = {}, {}
+        for name in self.double.groups:
+            table = plan.tables[name]
+            slot = int(batch.slots[i])
+            _must(0 <= slot < len(table), f"{life.id}: slot {slot} of a table of {len(table)} slots")
+            columns = 1 if name in self.double.slots else -(-end // self.double.page_size)
+            _must(
+                columns <= table.shape[1], f"{life.id}: {name}: needs {columns} columns, the table has {table.shape[1]}"
+            )
+            tables[name] = np.array(table[slot][:columns], np.int32)
+            pages = self.double.groups[name].device_pages
+            wrong = (tables[name] < 0) | (tables[name] > pages)
+            _must(not wrong.any(), f"{life.id}: {name}: no page {tables[name][wrong][:1]}, there are {pages}")
+            begins[name] = int(batch.write_from[name][i])
+            _must(begins[name] >= start, f"{life.id}: {name}: writes from {begins[name]}, its row starts at {start}")
+        return Row(life.name, start, length, tables, begins, samples)
+
+    def _columns(self, name: str, start: int, end: int) -> Ids:
+        """The entries of a group's table that a row reads or writes."""
+        if name in self.double.slots:
+            return np.zeros(1, np.int32)
+        size = self.double.page_size
+        spans = (*self.double.families[name].reads(start), (start, end))
+        columns = [np.arange(low // size, -(-high // size), dtype=np.int32) for low, high in spans if low < high]
+        return np.unique(np.concatenate(columns))
+
+    def _copy(self, copy: PageCopy) -> None:
+        _must(copy.group in self.double.groups, f"a copy is of group {copy.group!r}")
+        pages = self.double.groups[copy.group].device_pages
+        zero = copy.group in self.double.slots
+        _must(
+            0 < copy.target <= pages and (zero or copy.source > 0) and 0 <= copy.source <= pages,
+            f"{copy.group}: copies {copy.source} to {copy.target}, pages are 1 to {pages}",
+        )
+        _must(copy.when in ("before", "after"), f"{copy.group}: a copy runs {copy.when!r}")
+
+
+def _must(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ContentError(otherwise)

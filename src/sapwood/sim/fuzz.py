@@ -1,0 +1,468 @@
+"""Random traffic and faults against a scheduler, from one seed: everything is checked after every step.
+
+    arrive -> disturb -> plan -> disturb, arrive (in flight) -> done or fail -> check
+
+Contents are checked by the executor, invariants by `cache.check()`, and beside them stands a naive memory: a set of
+every prefix that was computed in each namespace since it was last evicted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sapwood.cache import Namespace
+from sapwood.scheduler import (
+    Abort,
+    Ended,
+    Finish,
+    LoadDone,
+    ProtocolError,
+    Refused,
+    RequestSpec,
+    Scheduler,
+    StepDone,
+    StepFailed,
+    Tick,
+)
+
+from .content import Digests, prefix_digests
+from .executor import ContentExecutor, Life, batch_bytes
+from .layouts import LAYOUTS
+from .replay import Replay
+from .traffic import Traffic
+
+_LONGEST = 12  # pages of the longest request where no group sets a limit
+
+
+@dataclass(frozen=True)
+class Report:
+    """What happened, by number. `digest` is of every plan and every end."""
+
+    layout: str
+    seed: int
+    digest: str
+    steps: int  # plans with rows
+    requests: int
+    refused: int
+    ended: dict[str, int]  # by reason
+    retractions: int
+    failed_steps: int
+    evictions: int  # of namespaces, flushes included
+    cached: int
+    computed: int
+    recomputed: int
+    events: int
+
+    def __str__(self) -> str:
+        ends = ", ".join(f"{n} {reason}" for reason, n in sorted(self.ended.items()))
+        return (
+            f"{self.digest[:16]}  {self.layout}, seed {self.seed}: {self.steps} steps ({self.failed_steps} failed), "
+            f"{self.requests} requests ({ends}; {self.refused} refused), {self.retractions} retractions, "
+            f"{self.evictions} evictions of namespaces, prompt tokens {self.cached} cached, {self.computed} computed, "
+            f"{self.recomputed} again, {self.events} events"
+        )
+
+
+@dataclass
+class _Request:
+    """A live request as the driver knows it."""
+
+    spec: RequestSpec
+    life: Life
+    epoch: int  # of its namespace when it came
+    poisonous: bool
+    asked: list[str] = field(default_factory=list)  # "abort", "finish": what we have told the scheduler
+    failed: int = 0  # steps with a row of it that failed
+    alone: bool = False  # the last of them had no other row
+    final: int | None = None  # tokens it had when it was aborted, if the step in flight has sampled one more
+
+
+def fuzz(seed: int, steps: int, layout: str) -> Report:
+    """Attack a scheduler for `steps` rounds, then let everything come to its end. Everything follows from the seed."""
+    return Fuzz(seed, layout).run(steps)
+
+
+class Fuzz:
+    """One scheduler under attack."""
+
+    def __init__(self, seed: int, layout: str) -> None:
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+        self.seed, self.layout = seed, layout
+        rng = self.random = random.Random(f"{layout} {seed}")
+        self.config = LAYOUTS[layout].config(rng)
+        self.scheduler = Scheduler(self.config)
+        self.cache = self.scheduler.cache
+        self.executor = ContentExecutor(self.scheduler, rng.getrandbits(32))
+        limits = [group.device_pages for group in self.config.groups if group.family == "full"]
+        page = self.config.page_size
+        self.limit = min(limits) * page if limits else 0
+        longest = min(self.limit or 1 << 30, _LONGEST * max(page, 8))
+        self.traffic = Traffic(rng.getrandbits(32), page, longest, self.executor.double.vocabulary)
+        self.replay = Replay(self.cache)
+
+        self.load = rng.choice([0.15, 0.4, 1.0])  # arrivals a round
+        self.backlog = rng.choice([3, 12, 40])
+        self.failing = rng.choice([0.0, 0.0, 0.02, 0.1])
+        self.poison = rng.choice([0.0, 0.0, 0.03])
+        self.trouble = rng.choice([0.0, 0.05, 0.3])  # aborts and the like, a round
+        self.unloads = rng.choice([0.0, 0.0, 0.01, 0.05])
+
+        self.live: dict[str, _Request] = {}
+        self.epochs: dict[Namespace, int] = {}
+        self.memory: dict[Namespace, set[int]] = {}  # digests of every prefix computed in this epoch
+        self.promised: dict[Namespace, set[int]] = {}  # by the plan in flight
+        self.flying = False  # a plan is out
+        self.digest = hashlib.sha256()
+        self.counts = dict.fromkeys(
+            ("steps", "requests", "refused", "failed_steps", "evictions", "cached", "computed", "recomputed"), 0
+        )
+        self.ended: dict[str, int] = {}
+
+    # ---- the story
+
+    def run(self, steps: int) -> Report:
+        """The whole attack, and the peace after it."""
+        for _ in range(steps):
+            self.arrive()
+            self.round()
+        self.drain()
+        self.leave_nothing()
+        return Report(
+            self.layout,
+            self.seed,
+            self.digest.hexdigest(),
+            ended=self.ended,
+            retractions=int(self.cache.stats()["retracted"]),
+            events=self.replay.count,
+            **self.counts,
+        )
+
+    def round(self) -> None:
+        """One plan, from its making to its end."""
+        self.disturb()
+        plan = self.plan()
+        if plan.empty:
+            assert not self.live or plan.ended, f"nothing to run and nothing in flight, while {sorted(self.live)} live"
+            return
+        rows = [self.live[id] for id in plan.batch.ids]
+        self.executor.begin(plan)
+        self.counts["steps"] += 1
+        if self.random.random() < 0.3:
+            self.disturb()
+        if self.random.random() < 0.2:
+            self.arrive()
+        if self.random.random() < 0.1:
+            again = self.scheduler.next_plan()
+            assert again.empty and not again.ended, "a plan beside the one in flight"
+        self.finish(rows)
+
+    def drain(self) -> None:
+        """No more arrivals and no more faults, but poisonous requests stay what they are. Everybody gets to an end."""
+        self.failing = self.trouble = self.unloads = 0.0
+        todo = sum(r.life.prompt + r.spec.max_tokens for r in self.live.values())
+        most = 200 + 20 * todo + 100 * len(self.live)
+        rounds = 0
+        while self.live:
+            rounds += 1
+            assert rounds <= most, f"{len(self.live)} requests do not come to an end in {most} rounds of peace"
+            self.round()
+
+    def leave_nothing(self) -> None:
+        """After everything has ended nothing is held, and after a flush everything is free."""
+        plan = self.plan()
+        assert plan.empty and not plan.ended, "a plan for nobody"
+        stats = self.cache.stats()
+        assert not stats["leases"] and not stats["unhooked"], f"held by nobody: {stats}"
+        for name, tiers in stats["pages"].items():
+            pages = tiers["device"]
+            assert pages["free"] + pages["tree"] == pages["capacity"], f"{name} leaks: {pages}"
+        self.scheduler.flush()
+        self.check()
+        stats = self.cache.stats()
+        for name, tiers in stats["pages"].items():
+            pages = tiers["device"]
+            assert pages["free"] == pages["capacity"], f"{name} leaks: {pages}"
+        assert not stats["namespaces"] and not stats["nodes"], f"namespaces stay: {stats['namespaces']}"
+        assert not self.replay.held, "blocks stay announced after a flush"
+
+    # ---- arrivals
+
+    def arrive(self) -> None:
+        rng = self.random
+        if len(self.live) >= self.backlog or rng.random() >= self.load:
+            return
+        specs = self.traffic.arrivals()
+        if rng.random() < 0.1:
+            self.refuse(specs)
+        requests = []
+        for spec in specs:
+            life = self.executor.submit(spec)
+            epoch = self.epochs.get(spec.namespace, 0)
+            requests.append(_Request(spec, life, epoch, rng.random() < self.poison))
+        self.submit(specs)
+        for request in requests:
+            self.live[request.spec.id] = request
+        self.counts["requests"] += len(specs)
+        self.check()
+
+    def submit(self, specs: list[RequestSpec]) -> None:
+        """Hand over requests that come together. The plans are the same if they are handed over one by one."""
+        self.scheduler.submit(specs)
+
+    def refuse(self, specs: list[RequestSpec]) -> None:
+        """One bad request in a list refuses the list and changes nothing."""
+        most = self.limit + 1 if 2 < self.limit < 1 << 14 else 0
+        fields = self.traffic.refusable(list(self.live), most)
+        before = self.cache.stats()
+        at = self.random.randint(0, len(specs))
+        try:
+            self.scheduler.submit([*specs[:at], RequestSpec(**fields), *specs[at:]])
+        except Refused as refusal:
+            assert refusal.id == fields["id"] and refusal.reason, f"{fields} was refused as {refusal}"
+        else:
+            raise AssertionError(f"{fields} was not refused")
+        assert self.cache.stats() == before, "a refused list changed something"
+        self.counts["refused"] += 1
+
+    # ---- faults
+
+    def disturb(self) -> None:
+        """What may happen at any time: aborts, ends, late and unknown events, namespaces that go."""
+        rng = self.random
+        if rng.random() < self.trouble:
+            self.advance(self.interruptions())
+        if rng.random() < self.unloads:
+            self.evict()
+        if rng.random() < 0.02:
+            self.mistake()
+        if rng.random() < 0.05:
+            self.ask()
+
+    def interruptions(self) -> list[Any]:
+        """Aborts and finishes: of one, of several, of everybody, of those that have ended or never were."""
+        rng = self.random
+        events: list[Any] = []
+        ids = list(self.live)
+        much = len(ids) if rng.random() < 0.03 else rng.choice([1, 1, 2])
+        for id in rng.sample(ids, min(much, len(ids))):
+            if self.live[id].life.generated and rng.random() < 0.5:  # only who has yielded a token can be finished
+                events.append(Finish(id))
+                self.live[id].asked.append("finish")
+            else:
+                events.append(Abort(id))
+                self.live[id].asked.append("abort")
+            if rng.random() < 0.1:
+                events.append(Abort(id))
+                self.live[id].asked.append("abort")
+        if rng.random() < 0.2:
+            events.append(rng.choice([Abort, Finish])("nobody"))
+        if rng.random() < 0.1:
+            events.append(Tick(rng.randint(1, 3)))
+        return events
+
+    def evict(self) -> None:
+        """An adapter is unloaded (and may come again), or everything is flushed."""
+        rng = self.random
+        self.counts["evictions"] += 1
+        if rng.random() < 0.3:
+            self.scheduler.flush()
+            gone = list(self.traffic.spaces)
+        else:
+            gone = [rng.choice(self.traffic.spaces)]
+            self.scheduler.evict_namespace(gone[0])
+        for namespace in gone:
+            self.epochs[namespace] = self.epochs.get(namespace, 0) + 1
+            self.memory.pop(namespace, None)
+            self.promised.pop(namespace, None)
+        self.check()
+
+    def mistake(self) -> None:
+        """Events that cannot happen raise, and change nothing."""
+        step = (self.executor.step or 0) + self.random.choice([-1, 1, 7])
+        event = self.random.choice([StepDone(step, {}), StepFailed(step, "mistake"), LoadDone(12345, True)])
+        before = self.cache.stats()
+        try:
+            self.scheduler.advance([event])
+        except ProtocolError:
+            pass
+        else:
+            raise AssertionError(f"{event} cannot happen, and raised nothing")
+        assert self.cache.stats() == before, f"{event} changed something"
+
+    def ask(self) -> None:
+        """Questions change nothing, and promise nothing that nobody has computed."""
+        spec = self.random.choice(list(self.live.values())).spec if self.live else None
+        self.scheduler.stats()
+        if spec is None:
+            return
+        tokens = self.live[spec.id].life.known
+        before = self.cache.stats()
+        found = self.cache.explain(spec.namespace, tokens)
+        assert self.cache.stats() == before, "explain changed something"
+        most = self.remembered(spec.namespace, prefix_digests(spec.namespace, tokens))
+        assert found.cached <= most, f"explain promises {found.cached} tokens, {most} were computed"
+
+    # ---- plans and their ends
+
+    def plan(self) -> Any:
+        plan = self.scheduler.next_plan()
+        self.write_down(plan)
+        self.flying = not plan.empty
+        if plan.empty:
+            assert not (plan.copies or plan.loads or plan.saves), "an empty plan with something to do"
+        else:
+            for row, id in enumerate(plan.batch.ids):
+                assert id in self.live, f"step {plan.step} has a row of {id}, which is not live"
+                self.promise(self.live[id], int(plan.batch.starts[row]), int(plan.batch.lengths[row]))
+            for row, id in enumerate(plan.batch.ids):
+                self.believe(self.live[id], int(plan.batch.starts[row]))
+        self.close(plan.ended)
+        self.check()
+        return plan
+
+    def finish(self, rows: list[_Request]) -> None:
+        """The plan in flight is done, or it fails. Some events come with its own, before it or after it."""
+        rng = self.random
+        before, after = [], []
+        if rng.random() < self.trouble / 2:
+            before = self.interruptions()
+            for event in before:
+                if isinstance(event, (Abort, Finish)) and event.id in self.live:
+                    self.live[event.id].final = len(self.live[event.id].life.generated)
+        poisoned = any(row.poisonous for row in rows)
+        if poisoned or rng.random() < self.failing:
+            told = self.executor.fail("poison" if poisoned else "bad luck")
+            self.counts["failed_steps"] += 1
+            for row in rows:
+                row.failed += 1
+                row.alone = len(rows) == 1
+                most = 8 * (self.config.max_tries + self.config.max_batch_size)
+                assert not row.poisonous or row.failed <= most, f"{row.spec.id} has failed {row.failed} times"
+        else:
+            told = self.executor.done()
+            for namespace, digests in self.promised.items():
+                self.memory.setdefault(namespace, set()).update(digests)
+        self.promised = {}
+        self.flying = False
+        if rng.random() < self.trouble / 2:
+            after = self.interruptions()
+        self.advance([*before, *told, *after])
+        for row in rows:
+            if self.live.get(row.spec.id) is row:
+                assert not self.verdict(row), f"{row.spec.id} should have ended: {self.verdict(row)}"
+
+    def advance(self, events: list[Any]) -> None:
+        self.close(self.scheduler.advance(events))
+        self.check()
+
+    def close(self, ended: list[Ended]) -> None:
+        """Requests end once, for a reason that is true."""
+        for end in ended:
+            self.digest.update(repr(end).encode())
+            assert end.id in self.live, f"{end} of a request that is not live"
+            request = self.live.pop(end.id)
+            spec, life = request.spec, request.life
+            self.ended[end.reason] = self.ended.get(end.reason, 0) + 1
+            for count in ("cached", "computed", "recomputed"):
+                self.counts[count] += getattr(end, count)
+            self.traffic.ended(spec, list(life.known), end.reason in ("stop", "length", "finish"))
+
+            generated = len(life.generated) if request.final is None else request.final
+            assert end.prompt == life.prompt and end.generated == generated, f"{end}: {generated} were generated"
+            assert min(end.cached, end.computed, end.recomputed) >= 0, f"{end}"
+            if end.generated:
+                assert end.cached + end.computed == end.prompt, f"{end}: does not add up"
+            assert not (life.steady and end.recomputed), f"{end}: computed again, and nothing had failed"
+            assert spec.reads_cache or not end.cached, f"{end}: reads nothing from the cache"
+            verdict = self.verdict(request)
+            if end.reason in ("stop", "length"):
+                assert end.reason == verdict, f"{end}: {verdict or 'not yet'}"
+            elif end.reason in ("abort", "finish"):
+                assert end.reason in request.asked, f"{end}: nobody asked for that"
+            else:
+                assert end.reason == "failed" and request.failed >= self.config.max_tries, f"{end}: {request.failed}"
+                assert request.alone, f"{end}: others were in the step that failed"
+            self.same_output(request)
+
+    def verdict(self, request: _Request) -> str:
+        """Why a request is over by what it has generated; "" if it is not."""
+        spec, generated = request.spec, request.life.generated
+        if generated and len(generated) >= spec.min_tokens and generated[-1] in spec.eos:
+            return "stop"
+        return "length" if len(generated) >= spec.max_tokens else ""
+
+    def same_output(self, request: _Request) -> None:
+        """What it generated follows from its tokens alone: not from sharing, retraction or failures."""
+        life, spec = request.life, request.spec
+        digests = prefix_digests(life.namespace, life.known)
+        drawn = (digests % np.uint64(self.executor.double.vocabulary)).tolist()
+        assert life.generated == drawn[life.prompt - 1 : -1], f"{spec.id}: generated something else"
+        early = [at for at, token in enumerate(life.generated, 1) if token in spec.eos and at >= spec.min_tokens]
+        assert not early or early[0] == len(life.generated), f"{spec.id}: went on after its end"
+
+    # ---- the naive memory
+
+    def promise(self, request: _Request, start: int, length: int) -> None:
+        """What the plan in flight computes may be read by its own rows, and by others once it is done."""
+        space = request.spec.namespace
+        if request.spec.writes_cache and request.epoch == self.epochs.get(space, 0):
+            digests = self.digests(request)[start : start + length]
+            self.promised.setdefault(space, set()).update(digests.tolist())
+
+    def believe(self, request: _Request, start: int) -> None:
+        """A row that begins beyond what its request has computed found the rest in the cache; somebody of its namespace
+        must have computed it, since the namespace was last evicted."""
+        life, space = request.life, request.spec.namespace
+        if start <= life.real:
+            return
+        assert request.spec.reads_cache, f"{request.spec.id}: starts at {start}, and reads nothing from the cache"
+        assert request.epoch == self.epochs.get(space, 0), f"{request.spec.id}: adopts in a namespace that was evicted"
+        most = self.remembered(space, self.digests(request)[:start])
+        assert most == start, f"{request.spec.id}: starts at {start}, {most} tokens were computed"
+
+    def remembered(self, space: Namespace, digests: Digests) -> int:
+        """How many tokens from the start somebody has computed, or the plan in flight will have."""
+        memory, promised = self.memory.get(space, ()), self.promised.get(space, ())
+        known = [at for at, value in enumerate(digests.tolist(), 1) if value in memory or value in promised]
+        return known[-1] if known else 0
+
+    def digests(self, request: _Request) -> Digests:
+        return self.executor.double.requests[request.life.name].digests
+
+    # ---- after every step
+
+    def check(self) -> None:
+        self.cache.check()
+        old = any(r.epoch != self.epochs.get(r.spec.namespace, 0) for r in self.live.values())
+        if not self.flying and not old:
+            stats = self.cache.stats()
+            held = sum(tiers["device"]["unhooked"] for tiers in stats["pages"].values())
+            assert not held and not stats["unhooked"], f"{held} pages of evicted namespaces that nobody needs are held"
+        events = self.scheduler.drain_events()
+        if self.config.events:
+            self.replay.hear(events)
+            if not self.flying:
+                self.replay.compare()
+        else:
+            assert not events, "events, and nobody wants them"
+
+    def write_down(self, plan: Any) -> None:
+        """Every byte of a plan goes into the digest."""
+        say = self.digest.update
+        say(f"plan {plan.step} {plan.wake_in} {plan.copies!r} {plan.ended!r}".encode())
+        if plan.empty:
+            return
+        batch = plan.batch
+        say(batch_bytes(batch))
+        ends = np.asarray(batch.starts) + np.asarray(batch.lengths)
+        for name in sorted(plan.tables):
+            table = plan.tables[name]
+            for slot, end in zip(np.asarray(batch.slots).tolist(), ends.tolist(), strict=True):
+                columns = min(table.shape[1], -(-end // self.config.page_size))
+                say(np.ascontiguousarray(table[slot][:columns]).tobytes())

@@ -1,0 +1,86 @@
+"""The layouts the wind tunnel blows at, by name: which groups, how many tokens a page. The seed chooses the rest."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sapwood.cache import CacheGroup
+from sapwood.scheduler import SchedulerConfig
+
+Random = random.Random
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Families of the groups and the size of a page. `tiny`: with as little memory as one request can run in."""
+
+    families: tuple[str, ...]
+    page: int = 16
+    tiny: bool = False
+
+    def config(self, rng: Random) -> SchedulerConfig:
+        """A scheduler's configuration with this layout. Everything else is drawn from `rng`."""
+        page = self.page
+        return SchedulerConfig(
+            page_size=page,
+            groups=self._groups(rng),
+            max_batch_tokens=rng.choice([1, 3, page, 2 * page + 1, 64, 8 * page]),
+            max_batch_size=rng.choice([1, 2, 4, 8, 16]),
+            max_loras=rng.choice([0, 1, 2]),
+            mixed=rng.random() < 0.7,
+            events=rng.random() < 0.5,
+            policy=rng.choice(["fcfs", "prefix"]),
+            max_tries=rng.choice([1, 3]),
+            max_overtaken=rng.choice([0, 2, 64]),
+            headroom=rng.choice([0, page, 64]),
+            checkpoint_interval=rng.choice([1, 2, 4]),
+            prefix_caching=rng.random() < 0.95,
+        )
+
+    def _groups(self, rng: Random) -> tuple[CacheGroup, ...]:
+        makers: dict[str, Callable[[Random, str], CacheGroup]] = {
+            "full": self._full,
+            "window": self._window,
+            "state": self._state,
+        }
+        names = [f"{family}{self.families[:i].count(family) or ''}" for i, family in enumerate(self.families)]
+        return tuple(makers[family](rng, name) for family, name in zip(self.families, names, strict=True))
+
+    def _full(self, rng: Random, name: str) -> CacheGroup:
+        pages = rng.choice([1, 2, 3, 4] if self.tiny else [5, 9, 14, 40])
+        return CacheGroup(name, "full", pages * max(1, 16 // self.page))
+
+    def _window(self, rng: Random, name: str) -> CacheGroup:
+        page = self.page
+        window = rng.choice([1, page // 2 + 1, page, page + 1, 2 * page + 3, 4 * page])
+        spare = rng.choice([0, 1] if self.tiny else [0, 3, 9, 30])
+        return CacheGroup(name, "window", -(-window // page) + 2 + spare * max(1, 16 // page), window=window)
+
+    def _state(self, rng: Random, name: str) -> CacheGroup:
+        return CacheGroup(name, "state", rng.choice([1, 2] if self.tiny else [1, 3, 6, 20]))
+
+
+_FULL, _WINDOW, _STATE = ("full",), ("window",), ("state",)
+LAYOUTS: dict[str, Layout] = {
+    "full": Layout(_FULL),
+    "window": Layout(_WINDOW),
+    "full+window": Layout(_FULL + _WINDOW),
+    "full+state": Layout(_FULL + _STATE),
+    "full+2windows+state": Layout(_FULL + _WINDOW + _WINDOW + _STATE),
+    "window+state": Layout(_WINDOW + _STATE),
+    "state": Layout(_STATE),
+    "2full": Layout(_FULL + _FULL),
+    "full/1": Layout(_FULL, 1),
+    "full/64": Layout(_FULL, 64),
+    "full+window/1": Layout(_FULL + _WINDOW, 1),
+    "full+state/64": Layout(_FULL + _STATE, 64),
+    "full+2windows+state/4": Layout(_FULL + _WINDOW + _WINDOW + _STATE, 4),
+    "state+window+full/4": Layout(_STATE + _WINDOW + _FULL, 4),
+    "tiny-full": Layout(_FULL, 4, tiny=True),
+    "tiny-window": Layout(_WINDOW, 4, tiny=True),
+    "tiny-full+window": Layout(_FULL + _WINDOW, 4, tiny=True),
+    "tiny-full+state": Layout(_FULL + _STATE, 4, tiny=True),
+    "tiny-full+2windows+state": Layout(_FULL + _WINDOW + _WINDOW + _STATE, 4, tiny=True),
+}

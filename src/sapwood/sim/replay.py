@@ -1,0 +1,95 @@
+"""What a router believes that has heard every KV event, held against what the tree really has."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import numpy as np
+
+from sapwood.cache import AllBlocksCleared, BlockRemoved, BlockStored, HybridPrefixCache, KVEvent, Namespace
+from sapwood.cache.families import family_class
+
+Block = tuple[Namespace, bytes]  # equal tokens in two namespaces are two blocks
+
+
+class Replay:
+    """Rebuilds what an engine holds on the device from its events alone."""
+
+    def __init__(self, cache: HybridPrefixCache) -> None:
+        self.cache = cache
+        closed = [g for g, group in enumerate(cache.groups) if family_class(group.family).closed]
+        self.group = closed[0] if closed else 0  # the one that events speak of
+        self.closed = bool(closed)
+        self.held: dict[Block, Block | None] = {}  # each block's parent
+        self.children: dict[Block, int] = {}
+        self.count = 0
+
+    def hear(self, events: Iterable[KVEvent]) -> None:
+        """The next events, in order. AssertionError if one cannot be."""
+        for event in events:
+            self.count += 1
+            if isinstance(event, AllBlocksCleared):
+                self.held, self.children = {}, {}
+            elif isinstance(event, BlockStored):
+                self._stored(event)
+            else:
+                self._removed(event)
+
+    def _stored(self, event: BlockStored) -> None:
+        size = 4 * event.block_size
+        assert event.block_size == self.cache.page_size and event.medium == "GPU", event
+        assert len(event.tokens) // size == len(event.digests) // 32 > 0, event
+        before = event.parent_digest
+        for at in range(len(event.digests) // 32):
+            page = event.tokens[at * size : (at + 1) * size]
+            digest = event.digests[32 * at : 32 * at + 32]
+            parent = event.namespace.digest() if before is None else before
+            assert hashlib.sha256(parent + page).digest() == digest, f"page {at} has a wrong hash: {event}"
+            block, above = (event.namespace, digest), None if before is None else (event.namespace, before)
+            assert block not in self.held, f"stored twice: {event}"
+            if self.closed and above is not None:
+                assert above in self.held, f"stored before its parent: {event}"
+                self.children[above] = self.children.get(above, 0) + 1
+            self.held[block] = above
+            before = digest
+
+    def _removed(self, event: BlockRemoved) -> None:
+        assert event.medium == "GPU", event
+        for at in range(0, len(event.digests), 32):
+            block = (event.namespace, event.digests[at : at + 32])
+            assert block in self.held, f"removed, and was not there: {event}"
+            above = self.held.pop(block)
+            if self.closed:
+                assert not self.children.pop(block, 0), f"removed before its children: {event}"
+                if above is not None:
+                    self.children[above] -= 1
+
+    def compare(self) -> None:
+        """With no step in flight, all that the tree has is real, and announced."""
+        really = self._really()
+        heard = set(self.held)
+        assert really == heard, (
+            f"the tree has {len(really - heard)} blocks that no event told of, and lacks {len(heard - really)}"
+        )
+
+    def _really(self) -> set[Block]:
+        """From the tree itself. There is no public way to list it, and no other place that needs one."""
+        found: set[Block] = set()
+        size = 4 * self.cache.page_size
+        slot = family_class(self.cache.groups[self.group].family).shape == "slot"
+        for namespace, root in self.cache._tree.roots.items():
+            stack = [(node, namespace.digest()) for node in root.top.children.values()]
+            while stack:
+                node, digest = stack.pop()
+                pages = node.device.pages[self.group]
+                if slot:
+                    there = [False] * (node.n - 1) + [bool(pages)]
+                else:
+                    there = np.frombuffer(bytes(pages), np.int32).astype(bool).tolist() if pages else [False] * node.n
+                for at in range(node.n):
+                    digest = hashlib.sha256(digest + bytes(node.edge[at * size : (at + 1) * size])).digest()
+                    if there[at]:
+                        found.add((namespace, digest))
+                stack += [(child, digest) for child in node.children.values()]
+        return found
