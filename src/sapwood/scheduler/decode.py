@@ -102,19 +102,6 @@ class Decoding:
         """Rows that will fill their page with the next step."""
         return list(self.crossing[-(self.tick + 1) % self.page_size])
 
-    def slots_of(self, requests: list[Request]) -> npt.NDArray[np.int64]:
-        slots: npt.NDArray[np.int64] = self._fields[_SLOT].take(self._rows_of(requests))
-        return slots
-
-    def columns_of(self, requests: list[Request]) -> npt.NDArray[np.int64]:
-        """The page each of these rows stands in."""
-        columns: npt.NDArray[np.int64] = self._fields[_POSITION].take(self._rows_of(requests)) // self.page_size
-        return columns
-
-    @staticmethod
-    def _rows_of(requests: list[Request]) -> npt.NDArray[np.int64]:
-        return np.array([request.row for request in requests], np.int64)
-
     def room_ahead(self, headroom: int) -> int:
         """Pages that all rows together will take for their next `headroom` tokens."""
         if not self.count:
@@ -136,6 +123,7 @@ class Decoding:
         position = len(request.tokens) // 4
         request.happens("joining the decodes")
         request.row = row
+        request.column = -(-position // size)
         request.pages = []
         self.requests.append(request)
         self.count += 1
@@ -227,12 +215,15 @@ class Decoding:
     def full_pages(self, requests: list[Request]) -> bytes:
         """The tokens of the pages these rows have just filled, one page after the other."""
         columns = self._page_columns[self.tick % self._columns]
-        return bytes(self._ring[self._rows_of(requests)[:, None], columns].tobytes())
+        rows = np.array([request.row for request in requests])
+        return bytes(self._ring[rows[:, None], columns].tobytes())
 
     def stopped(self) -> list[Request]:
         """Rows whose newest token ends them."""
-        newest = self._ring[: self.count, self.tick % self._columns]
         found: list[Request] = []
+        if not len(self._eos):
+            return found
+        newest = self._ring[: self.count, self.tick % self._columns]
         for eos in self._eos:
             hit = newest == eos[: self.count]
             if 1 in hit.tobytes():

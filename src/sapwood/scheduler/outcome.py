@@ -135,7 +135,7 @@ class Outcome:
             return np.zeros(0, np.int32)
         if tokens.dtype.kind not in "iu":
             raise ProtocolError(f"StepDone({step}): tokens must be integers, got {tokens.dtype}")
-        if int(tokens.min()) < 0 or int(tokens.max()) > _MOST:
+        if 1 in (tokens < 0).tobytes() or (tokens.dtype != np.int32 and int(tokens.max()) > _MOST):
             raise ProtocolError(f"StepDone({step}): tokens must be from 0 to 2**31 - 1")
         return tokens
 

@@ -88,7 +88,8 @@ class Planner:
         return Plan(self.step, batch, book.tables.arrays, self.copies)
 
     def _anybody_sat_out(self) -> bool:
-        return any(request.sat_out for request in self.book.prefilling.items)
+        items = self.book.prefilling.items
+        return bool(items) and any(request.sat_out for request in items)
 
     def _roll(self) -> None:
         """Decode rows that will fill a page leave a checkpoint there, every few pages."""
@@ -124,7 +125,7 @@ class Planner:
         that hold memory, then those that wait."""
         book = self.book
         chunks: list[Chunk] = []
-        if self.budget <= 0:
+        if self.budget <= 0 or not (book.prefilling.items or (admitting and book.waiting.items)):
             return chunks
         for request in [r for r in book.prefilling.items if r.generated and len(r.tokens) == 4 * r.position + 4]:
             self._take_part(request, chunks)  # decode rows that sat out

@@ -44,7 +44,7 @@ class Pressure:
         grown = book.cache.grow_rows([row.lease for row in rows if row.lease is not None])
         if grown is None:
             return False
-        book.tables.append(book.decoding.slots_of(rows), book.decoding.columns_of(rows), grown)
+        book.tables.append(rows, grown)
         return True
 
     def break_deadlock(self) -> bool:

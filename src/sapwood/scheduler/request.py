@@ -67,6 +67,7 @@ class Request:
         "arrival",
         "binding",
         "cached",
+        "column",
         "computed",
         "eos",
         "final",
@@ -114,6 +115,7 @@ class Request:
         self.lease: Lease | None = None
         self.slot = -1
         self.row = -1  # its place in the arrays while it decodes
+        self.column = 0  # the next page it will need while it decodes
         self.pages: list[bytes] = []  # whole pages of tokens since it began to decode
         self.position = 0  # tokens computed
         self.cached = 0

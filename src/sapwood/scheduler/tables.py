@@ -9,6 +9,8 @@ import numpy.typing as npt
 
 from sapwood.cache import HybridPrefixCache, Lease
 
+from .request import Request
+
 Ints = npt.NDArray[np.int32]
 
 
@@ -22,7 +24,6 @@ class Tables:
         self.arrays: dict[str, Ints] = {}
         self._free = list(range(slots))
         self._columns = 0
-        self._used = np.zeros(slots, np.int64)  # columns that may hold something, by slot
         self._widen(16)
 
     def _widen(self, columns: int) -> None:
@@ -30,21 +31,19 @@ class Tables:
         for name, table in self.arrays.items():
             wider[name][:, : self._columns] = table
         self.arrays = wider  # a new dict: a plan keeps the tables it was given
+        self._flat = {name: table.reshape(-1) for name, table in wider.items()}
         self._columns = columns
 
     def take_slot(self) -> int:
         return heapq.heappop(self._free)
 
     def give_slot(self, slot: int) -> None:
-        used = int(self._used[slot])
         for table in self.arrays.values():
-            table[slot, :used] = 0
-        self._used[slot] = 0
+            table[slot] = 0
         heapq.heappush(self._free, slot)
 
     def write(self, slot: int, lease: Lease) -> None:
         """Everything the lease has, in every group."""
-        before, most = int(self._used[slot]), 0
         for name in self.names:
             ids = self.cache.table(lease, name)
             n = len(ids)
@@ -52,19 +51,19 @@ class Tables:
                 self._widen(max(n, 2 * self._columns))
             row = self.arrays[name][slot]
             row[:n] = ids
-            if n < before:
-                row[n:before] = 0
-            most = max(most, n)
-        self._used[slot] = most
+            row[n:] = 0
 
-    def append(self, slots: npt.NDArray[np.int64], columns: npt.NDArray[np.int64], grown: dict[str, Ints]) -> None:
-        """One more page for each of these slots, in the groups that have pages."""
-        last = int(columns.max())
+    def append(self, rows: list[Request], grown: dict[str, Ints]) -> None:
+        """One more page for each of these, in the groups that have pages."""
+        last = max([row.column for row in rows])
         if last >= self._columns:
             self._widen(max(last + 1, 2 * self._columns))
+        columns = self._columns
+        places = np.array([row.slot * columns + row.column for row in rows])
         for name, ids in grown.items():
-            self.arrays[name][slots, columns] = ids
-        self._used[slots] = np.maximum(self._used[slots], columns + 1)
+            self._flat[name][places] = ids
+        for row in rows:
+            row.column += 1
 
     def replace(self, slot: int, name: str, column: int, page: int) -> None:
         self.arrays[name][slot, column] = page
