@@ -48,7 +48,7 @@ class SchedulerConfig:
     events: bool = False
     policy: str = "fcfs"
     max_tries: int = 3
-    max_overtaken: int = 64
+    max_overtaken: int = 128
     headroom: int = 64
     checkpoint_interval: int = 4
     prefix_caching: bool = True

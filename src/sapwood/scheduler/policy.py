@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 if TYPE_CHECKING:
     from .request import Request
 
+_MOST = 2**31
 Peek = Callable[["Request"], int]
 
 
@@ -32,8 +33,8 @@ class Prefix:
 
     def order(self, waiting: Sequence[Request], overdue: int, peek: Peek) -> Iterable[Request]:
         def place(request: Request) -> tuple[int, int, int]:
-            left = 0 if request.overtaken >= overdue else 1 + (len(request.tokens) // 4 - peek(request))
-            return request.priority, left, request.arrival
+            cached = _MOST if request.overtaken >= overdue else peek(request)
+            return request.priority, -cached, request.arrival
 
         return [*sorted(waiting[: self.LOOK], key=place), *waiting[self.LOOK :]]
 
