@@ -1,4 +1,4 @@
-"""`python -m benchmarks [cache] [--quick]`: measure, and print one table of what, how much, the bar and the peer."""
+"""`python -m benchmarks [cache] [scheduler] [--quick]`: one table of what, how much, the bar and the peer."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import argparse
 import platform
 import time
 
-from . import cache, peer
+from . import cache, peer, scheduler
 from .timing import LOOP_SECONDS, Figure, loop_seconds
 
-SUBJECTS = {"cache": cache.figures}
+SUBJECTS = {"cache": cache.figures, "scheduler": scheduler.figures}
 
 
 def line(figure: Figure) -> str:
-    bar = "" if figure.bar is None else f"<= {figure.bar:.4g}"
+    bar = "" if figure.bar is None else f"{figure.sense} {figure.bar:.4g}"
     measured = f"{figure.measured:.4g}" if figure.measured < 1000 else f"{figure.measured:.0f}"
-    row = f"{figure.what:<52}{measured:>8} {figure.unit:<10}{bar:>9}  {figure.verdict:<5} {figure.beside}"
+    row = f"{figure.what:<58}{measured:>8} {figure.unit:<10}{bar:>9}  {figure.verdict:<5} {figure.beside}"
     return row.rstrip()
 
 
@@ -36,7 +36,7 @@ def main() -> None:
     if not peer.installed():
         print(peer.MISSING)
     missed = told = 0
-    print(f"{'what':<52}{'measured':>8} {'':<10}{'bar':>9}")
+    print(f"{'what':<58}{'measured':>8} {'':<10}{'bar':>9}")
     for name, figures in SUBJECTS.items():
         if asked.subjects and name not in asked.subjects:
             continue

@@ -26,6 +26,7 @@ SYSTEM, USER, OUTPUT = 2048, 200, 64
 SESSIONS, TURNS = 200, 5
 REQUESTS = SESSIONS * TURNS
 ROOMY = 22_739  # pages: more than all chats together need (17,492)
+TIGHT = 10_635  # less than that: chats push each other out
 ROLL = 4  # pages between the checkpoints a decoding request keeps of its state
 
 
@@ -233,9 +234,10 @@ class Driver:
         self.waiting += [Turn(t.chat, t.number + 1, b) for t, b in zip(again, bindings, strict=True)]
 
 
-def run_peer(chats: Sequence[bytes]) -> Ran:
-    """The same chats on the peer: CPU time inside submit, plan, reading the plan, and advance."""
-    scheduler = peer.scheduler(PAGE, ROOMY, BATCH, CHUNK)
+def run_peer(chats: Sequence[bytes], pages: int = ROOMY) -> Ran:
+    """The same chats on the peer: CPU time inside submit, plan, reading the plan, and advance; the objects it wants are
+    made outside."""
+    scheduler = peer.scheduler(PAGE, pages, BATCH, CHUNK)
     tokens = [np.frombuffer(chat, np.int32).tolist() for chat in chats]
     lengths: dict[str, int] = {}
     generated: dict[str, int] = {}
@@ -274,7 +276,8 @@ def run_peer(chats: Sequence[bytes]) -> Ran:
                 del generated[name]
                 if turn + 1 < TURNS:
                     coming.append((chat, turn + 1))
+        event = peer.sampled(results, ended)
         begin = clock()
-        scheduler.advance(peer.sampled(results, ended))
+        scheduler.advance(event)
         spent += clock() - begin
     return Ran(spent / REQUESTS, cached / prompts, steps)

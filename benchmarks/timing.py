@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 clock = time.thread_time
 LOOP_SECONDS = 0.036  # of the machine all scaled figures speak of
@@ -34,19 +34,21 @@ class Taken(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """One line of the table. `bar` None: told for information only."""
+    """One line of the table. `bar` None: told for information only; `sense` tells on which side of it is right."""
 
     what: str
     measured: float
     unit: str
     bar: float | None
     beside: str = ""  # the peer's figure, or what else belongs beside it
+    sense: Literal["<=", ">="] = "<="
 
     @property
     def verdict(self) -> str:
         if self.bar is None:
             return ""
-        return "ok" if self.measured <= self.bar else "MISS"
+        right = self.measured <= self.bar if self.sense == "<=" else self.measured >= self.bar
+        return "ok" if right else "MISS"
 
 
 def loop_seconds() -> float:

@@ -1,0 +1,188 @@
+"""Decode steps of our whole scheduler, beside the peer's: every row computes one token and yields the next.
+
+A step is what lies between two batches on the device: advance with the tokens of the one before, make the next plan,
+read it. The tokens and the events that carry them are prepared outside, on both sides: the peer takes an object a row,
+and what it costs to make those is told beside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+
+from sapwood.cache import CacheGroup
+from sapwood.scheduler import StepDone
+
+from . import ours, peer
+from .timing import Figure, Taken, alternate, clock
+
+PAGE = 16
+PAGES = 1 << 16
+SHORTEST = 100  # tokens of a prompt
+NEW = 4096  # tokens a request may generate: more than any run here takes
+SCALED = "scaled us"
+
+
+def prompts(lengths: Sequence[int]) -> list[ours.Ints]:
+    rng = np.random.default_rng(11)
+    return [rng.integers(1, 150_000, length, np.int32) for length in lengths]
+
+
+def spread(rows: int) -> list[int]:
+    """Lengths of prompts whose rows cross pages evenly: in every step as many as in any other."""
+    return [SHORTEST + 7 * i % 112 for i in range(rows)]
+
+
+def hybrid(rows: int) -> list[CacheGroup]:
+    """Windows that slide while these rows decode, and slots for their working states and checkpoints."""
+    return [
+        CacheGroup("full", "full", PAGES),
+        CacheGroup("window", "window", PAGES, window=128),
+        CacheGroup("state", "state", 4 * rows),
+    ]
+
+
+class Rows:
+    """Requests that decode. `run` takes them one page further and tells what a step took."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.pages: list[list[float]] = []  # what every step took, by runs
+        self.rng = np.random.default_rng(12)
+
+    def step(self) -> float:
+        raise NotImplementedError
+
+    def run(self) -> float:
+        taken = [self.step() for _ in range(PAGE)]
+        self.pages.append(taken)
+        return fmean(taken)
+
+    def told(self, scale: float) -> str:
+        """Median, mean, p99 and max of a step, scaled, without the run that does not count."""
+        each = sorted(seconds for page in self.pages[1:] for seconds in page)
+        figures = (median(each), fmean(each), each[int(0.99 * len(each))], each[-1])
+        return "/".join(f"{figure * scale * 1e6:.0f}" for figure in figures)
+
+    def worst(self) -> float:
+        """The median, over all runs, of the worst step in each."""
+        return median(max(page) for page in self.pages[1:])
+
+
+class Ours(Rows):
+    def __init__(self, lengths: Sequence[int], groups: Sequence[CacheGroup], events: bool = False) -> None:
+        super().__init__(len(lengths))
+        budget = sum(lengths) + len(lengths)
+        self.scheduler = ours.scheduler(PAGE, groups, len(lengths), budget, events=events)
+        self.events = events
+        specs = [ours.request(f"r{i}", tokens, NEW) for i, tokens in enumerate(prompts(lengths))]
+        self.scheduler.submit(specs)
+        self.warm()
+
+    def warm(self) -> None:
+        """Prefill until all rows decode."""
+        self.plan = self.scheduler.next_plan()
+        while len(self.plan.batch.ids) < self.rows or (self.plan.batch.lengths != 1).any():
+            self.step()
+
+    def step(self) -> float:
+        scheduler = self.scheduler
+        assert self.plan.step is not None
+        tokens = self.rng.integers(1, 150_000, int(self.plan.batch.samples.sum()), np.int32)
+        event = [StepDone(self.plan.step, tokens)]
+        begin = clock()
+        scheduler.advance(event)
+        if self.events:
+            scheduler.drain_events()
+        self.plan = scheduler.next_plan()
+        ours.read(self.plan)
+        return clock() - begin
+
+
+class Theirs(Rows):
+    def __init__(self, lengths: Sequence[int]) -> None:
+        super().__init__(len(lengths))
+        self.making: list[float] = []  # what the objects of a step took to make
+        self.scheduler: Any = peer.scheduler(PAGE, PAGES, len(lengths), sum(lengths) + len(lengths))
+        specs = [peer.request(f"r{i}", tokens.tolist()) for i, tokens in enumerate(prompts(lengths))]
+        self.scheduler.submit_requests(specs)
+        self.ids, *_ = peer.read(self.scheduler.next_execution_plan())
+        assert len(self.ids) == self.rows
+
+    def step(self) -> float:
+        scheduler = self.scheduler
+        tokens = self.rng.integers(1, 150_000, self.rows, np.int32).tolist()
+        begin = clock()
+        event = peer.sampled(list(zip(self.ids, tokens, strict=True)), [])
+        made = clock()
+        scheduler.advance(event)
+        self.ids, _, _, extends = peer.read(scheduler.next_execution_plan())
+        taken = clock() - made
+        assert len(self.ids) == self.rows and not extends
+        self.making.append(made - begin)
+        return taken
+
+
+def _beside(mine: Rows, its: Taken, other: Rows | None = None, theirs: Taken | None = None) -> str:
+    scale = its.scaled / its.seconds
+    text = f"median/mean/p99/max {mine.told(scale)} scaled us"
+    if isinstance(other, Theirs) and theirs is not None:
+        scale = theirs.scaled / theirs.seconds
+        made = median(other.making) * scale * 1e6
+        text += f"; C++ {other.told(scale)}, and {made:.0f} to make its events"
+    return text
+
+
+def against_peer(repeats: int) -> Iterator[Figure]:
+    a_row: dict[int, float] = {}
+    for rows, bar in ((64, 1.0), (256, None), (1024, 0.33)):
+        mine = Ours(spread(rows), ours.full(PAGES))
+        runs = {"mine": mine.run}
+        theirs = None
+        if peer.installed():
+            theirs = Theirs(spread(rows))
+            runs["theirs"] = theirs.run
+        taken = alternate(repeats, **runs)
+        a_row[rows] = taken["mine"].us / rows
+        what = f"decode step, {rows:,} running"
+        if theirs is not None:
+            beside = _beside(mine, taken["mine"], theirs, taken["theirs"])
+            yield Figure(f"{what} / C++", taken["mine"].over(taken["theirs"]), "ratio", bar, beside)
+        else:
+            yield Figure(what, taken["mine"].us, SCALED, None, _beside(mine, taken["mine"]))
+    how = "; ".join(f"{rows:,} running: {us:.2f}" for rows, us in a_row.items())
+    yield Figure("  a row of 1,024 / a row of 64", a_row[1024] / a_row[64], "ratio", 1.0, f"scaled us a row: {how}")
+
+
+def crossing(repeats: int) -> Iterator[Figure]:
+    """All rows fill a page with one step, and need another for the next."""
+    rows = 1024
+    mine = Ours([SHORTEST] * rows, ours.full(PAGES))
+    runs = {"mine": mine.run}
+    theirs = None
+    if peer.installed():
+        theirs = Theirs([SHORTEST] * rows)
+        runs["theirs"] = theirs.run
+    taken = alternate(repeats, **runs)
+    scale = taken["mine"].scaled / taken["mine"].seconds * 1e6
+    beside = _beside(mine, taken["mine"], theirs, taken.get("theirs"))
+    yield Figure(f"all {rows:,} cross a page in one step, a row", mine.worst() * scale / rows, SCALED, 4, beside)
+    if theirs is not None:
+        yield Figure("  that step / C++'s worst", mine.worst() / theirs.worst(), "ratio", None)
+
+
+def many_groups(repeats: int) -> Iterator[Figure]:
+    for rows, bar in ((64, None), (1024, 3.0)):
+        plain, mixed = Ours(spread(rows), ours.full(PAGES)), Ours(spread(rows), hybrid(rows), events=True)
+        taken = alternate(repeats, plain=plain.run, mixed=mixed.run)
+        what = f"decode, full + window + state, events / full, {rows:,}"
+        yield Figure(what, taken["mixed"].over(taken["plain"]), "ratio", bar, _beside(mixed, taken["mixed"]))
+
+
+def figures(repeats: int) -> Iterator[Figure]:
+    yield from against_peer(repeats)
+    yield from crossing(repeats)
+    yield from many_groups(repeats)
