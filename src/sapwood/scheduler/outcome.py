@@ -168,7 +168,8 @@ class Outcome:
         if planner.retries:
             del planner.retries[0]
         if len(rows) == 1:
-            if rows[0].tries >= self.config.max_tries:
+            alone = len(flight.decodes) + len(flight.chunks) == 1
+            if alone and rows[0].tries >= self.config.max_tries:
                 book.end(rows[0], "failed", event.reason[:1000])
             else:
                 planner.retries.insert(0, rows)

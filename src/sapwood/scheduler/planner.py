@@ -42,29 +42,30 @@ class Planner:
     def plan(self) -> Plan:
         """The next plan; empty if nobody can run."""
         if self.retries:
-            chunks = self._retry()
-            if chunks:
-                return self._issue(False, chunks)
+            apart = self._retry()
+            if apart:
+                return self._issue(False, apart)
         decoding = self.book.decoding
         while True:
             tight = self._anybody_sat_out()
             if tight:
                 self.pressure.relieve()
+            chunks: list[Chunk] = []
             if self.config.mixed:
                 tight |= self.pressure.grow_decodes()
                 self._begin(decoding.count)
-                chunks = self._chunks(not tight)
-                if chunks or decoding.count:
-                    return self._issue(True, chunks)
+                self._resume_decodes(chunks)
+                self._prefill(chunks, not tight)
             else:
                 self._begin(0)
-                chunks = self._chunks(not tight)
+                self._prefill(chunks, not tight)
                 if chunks:
                     return self._issue(False, chunks)
                 self.pressure.grow_decodes()
-                if decoding.count:
-                    self._begin(decoding.count)
-                    return self._issue(True, [])
+                self._begin(decoding.count)
+                self._resume_decodes(chunks)
+            if chunks or decoding.count:
+                return self._issue(True, chunks)
             if not self.pressure.break_deadlock():
                 return Plan()
 
@@ -120,17 +121,19 @@ class Planner:
 
     # ---- chunks
 
-    def _chunks(self, admitting: bool) -> list[Chunk]:
-        """Rows for requests that have tokens to compute, as far as the budget reaches: within a priority first those
+    def _resume_decodes(self, chunks: list[Chunk]) -> None:
+        """Decode rows that sat out, or were tried apart, run again."""
+        if self.book.prefilling.items:
+            for request in [request for request in self.book.prefilling.items if request.decodes]:
+                self._take_part(request, chunks)
+
+    def _prefill(self, chunks: list[Chunk], admitting: bool) -> None:
+        """Rows for requests that have more to compute, as far as the budget reaches: within a priority first those
         that hold memory, then those that wait."""
         book = self.book
-        chunks: list[Chunk] = []
         if self.budget <= 0 or not (book.prefilling.items or (admitting and book.waiting.items)):
-            return chunks
-        for request in [r for r in book.prefilling.items if r.generated and len(r.tokens) == 4 * r.position + 4]:
-            self._take_part(request, chunks)  # decode rows that sat out
-        done = {id(chunk.request) for chunk in chunks}
-        staying = [r for r in book.prefilling.items if id(r) not in done]
+            return
+        staying = [request for request in book.prefilling.items if not request.decodes]
         free = self.config.max_batch_size - book.live
         coming: Iterable[Request] = ()
         if admitting and free > 0 and book.waiting.items:
@@ -156,7 +159,6 @@ class Planner:
             self._take_part(request, chunks)
         if admitted:
             self._age(admitted)
-        return chunks
 
     def _take_part(self, request: Request, chunks: list[Chunk]) -> None:
         if self.budget <= 0 or not self.gate.lets_in(request.adapter):
@@ -213,7 +215,7 @@ class Planner:
         yet."""
         if self.room is None:
             self.room = self.cache.available()
-        if request.tried is not None and self.step - request.tried_at < _LOOK_AGAIN:
+        if request.tried is not None and self.book.owners and self.step - request.tried_at < _LOOK_AGAIN:
             if all(now <= then for now, then in zip(self.room, request.tried, strict=True)):
                 return False
         match = self._match(request)

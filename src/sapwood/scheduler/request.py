@@ -141,6 +141,11 @@ class Request:
         """Tokens it has yielded, while it does not decode."""
         return len(self.tokens) // 4 - self.prompt
 
+    @property
+    def decodes(self) -> bool:
+        """Whether all but its newest token is computed, while it is not one of the decode rows."""
+        return len(self.tokens) == 4 * self.position + 4 and len(self.tokens) > 4 * self.prompt
+
     def begins_at(self, position: int) -> None:
         """It goes on at `position`: what lies beyond where it has been was found in the cache."""
         self.position = position
