@@ -73,15 +73,18 @@ def no_gc() -> Iterator[None]:
 
 
 def alternate(repeats: int, **runs: Callable[[], float]) -> dict[str, Taken]:
-    """Run each of `runs` in turn, `repeats` times after one that does not count. Each returns the seconds it took."""
+    """Run each of `runs` in turn, `repeats` times after one that does not count. Each returns the seconds it took. The
+    order turns round every time: who comes first finds colder caches."""
     raw: dict[str, list[float]] = {name: [] for name in runs}
     scaled: dict[str, list[float]] = {name: [] for name in runs}
     with no_gc():
         for run in runs.values():
             run()
         before = loop_seconds()
+        order = list(runs)
         for _ in range(repeats):
-            taken = {name: run() for name, run in runs.items()}
+            taken = {name: runs[name]() for name in order}
+            order.reverse()
             after = loop_seconds()
             for name, seconds in taken.items():
                 raw[name].append(seconds)

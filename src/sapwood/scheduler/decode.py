@@ -184,7 +184,8 @@ class Decoding:
         if len(self._eos):
             self._eos[:, last] = _NO_TOKEN
         self.count = last
-        request.row, request.pages, request.position = -1, [], position
+        request.row, request.pages = -1, []
+        request.has_decoded_to(position)
         self._forget()
 
     def _make_room(self) -> None:

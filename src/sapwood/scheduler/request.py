@@ -153,6 +153,12 @@ class Request:
             self.cached += min(position, self.prompt) - min(self.reached, self.prompt)
             self.reached = position
 
+    def has_decoded_to(self, position: int) -> None:
+        """It leaves the decode rows, where nobody counted."""
+        self.position = position
+        self.reached = max(self.reached, position)
+        self.settled = (self.cached, self.reached)
+
     def falls_to(self, position: int) -> None:
         """Its step failed: what it had adopted for it may be gone again."""
         self.cached, self.reached = self.settled
