@@ -73,7 +73,7 @@ class Planner:
         self.number = self.step + 1
         self.budget = self.config.max_batch_tokens - rows
         self.copies: list[PageCopy] = []
-        self.gate = Gate(self.config.max_loras, self.book.decoding.adapters if rows else ())
+        self.gate = Gate(self.config.max_loras, self.book.decoding.adapters)  # who prefills will decode with them
         self.ahead = -1  # pages that running requests will still take; counted when somebody wants to come in
         if rows and self.cache.keeps_snapshots:
             self._roll()
@@ -113,6 +113,7 @@ class Planner:
                 return []
             self.retries[0] = group
             self._begin(0)
+            self.gate = Gate(self.config.max_loras, ())  # those who are tried apart do not join the decodes
             chunks: list[Chunk] = []
             for request in group:
                 self._take_part(request, chunks)
