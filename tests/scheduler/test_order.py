@@ -61,7 +61,7 @@ def crowded(run: Run, steps: int) -> int:
 @pytest.mark.parametrize("policy", ["fcfs", "prefix"])
 @pytest.mark.parametrize("most", [0, 5, 20])
 def test_s01_a_long_prompt_does_not_starve(policy, most):
-    """A prompt that needs nearly all memory gets it although shorter ones keep coming: no more than `max_overtaken` (and
+    """A prompt that needs nearly all memory gets it although shorter ones keep coming: at most `max_overtaken` (and
     those of the plan in which that number is passed) come in before it.
 
     Mutation: `Planner._chunks` goes on admitting (no `free = 0`) behind one that was overtaken often enough.
