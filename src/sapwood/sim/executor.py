@@ -40,6 +40,8 @@ class Life:
     end: int = 0  # where its last planned row ended
     cached: int = 0  # as its last planned row said
     real: int = 0  # where its last row that was done ended
+    reached: int = 0  # the furthest of these
+    work: int = 0  # positions computed in steps that were done, each as often as it was
     unsure: int = 0  # samples of steps in flight
     upset: int = 0  # how many steps had failed and requests been retracted when its last row was planned
     steady: bool = True  # no step has failed and nobody been retracted between its rows
@@ -139,6 +141,8 @@ class ContentExecutor:
             if flight.doomed:
                 continue
             life.real = row.start + row.length
+            life.reached = max(life.reached, life.real)
+            life.work += row.length
             if row.samples:
                 life.unsure -= 1
                 life.known.append(sampled[row.id])
@@ -268,9 +272,9 @@ class ContentExecutor:
         if len(life.known) > life.prompt:
             _must(cached == life.cached, f"{life.id}: cached was {life.cached} at its first token, now {cached}")
         if life.upset == upset or not life.end:
-            skipped, more = start - life.end, cached - life.cached
+            skipped = max(0, start - max(life.end, life.reached))  # what it had computed once does not count as cached
             _must(
-                skipped == more >= 0,
+                start >= life.end and skipped == cached - life.cached,
                 f"{life.id}: its row starts at {start}, the last one ended at {life.end}; cached went from "
                 f"{life.cached} to {cached}",
             )

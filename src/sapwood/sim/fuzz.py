@@ -77,9 +77,10 @@ class _Request:
     epoch: int  # of its namespace when it came
     poisonous: bool
     asked: list[str] = field(default_factory=list)  # "abort", "finish": what we have told the scheduler
+    held: int = 0  # how much of it was real in the cache when one of its rows began there
     failed: int = 0  # steps with a row of it that failed
     alone: bool = False  # the last of them had no other row
-    final: int | None = None  # tokens it had when it was aborted, if the step in flight has sampled one more
+    final: tuple[int, int] | None = None  # tokens and work it had when it was ended, if a step was done just after
 
 
 def fuzz(seed: int, steps: int, layout: str) -> Report:
@@ -107,7 +108,7 @@ class Fuzz:
         self.replay = Replay(self.cache)
 
         self.load = rng.choice([0.15, 0.4, 1.0])  # arrivals a round
-        self.backlog = rng.choice([3, 12, 40])
+        self.backlog = rng.choice([3, 10, 25])
         self.failing = rng.choice([0.0, 0.0, 0.02, 0.1])
         self.poison = rng.choice([0.0, 0.0, 0.03])
         self.trouble = rng.choice([0.0, 0.05, 0.3])  # aborts and the like, a round
@@ -164,7 +165,7 @@ class Fuzz:
 
     def drain(self) -> None:
         """No more arrivals and no more faults, but poisonous requests stay what they are. Everybody gets to an end."""
-        self.failing = self.trouble = self.unloads = 0.0
+        self.load = self.failing = self.trouble = self.unloads = 0.0
         todo = sum(r.life.prompt + r.spec.max_tokens for r in self.live.values())
         most = 200 + 20 * todo + 100 * len(self.live)
         rounds = 0
@@ -334,7 +335,8 @@ class Fuzz:
             before = self.interruptions()
             for event in before:
                 if isinstance(event, (Abort, Finish)) and event.id in self.live:
-                    self.live[event.id].final = len(self.live[event.id].life.generated)
+                    life = self.live[event.id].life
+                    self.live[event.id].final = (len(life.generated), life.work)
         poisoned = any(row.poisonous for row in rows)
         if poisoned or rng.random() < self.failing:
             told = self.executor.fail("poison" if poisoned else "bad luck")
@@ -373,11 +375,13 @@ class Fuzz:
                 self.counts[count] += getattr(end, count)
             self.traffic.ended(spec, list(life.known), end.reason in ("stop", "length", "finish"))
 
-            generated = len(life.generated) if request.final is None else request.final
+            generated, work = request.final or (len(life.generated), life.work)
             assert end.prompt == life.prompt and end.generated == generated, f"{end}: {generated} were generated"
             assert min(end.cached, end.computed, end.recomputed) >= 0, f"{end}"
             if end.generated:
                 assert end.cached + end.computed == end.prompt, f"{end}: does not add up"
+            decoded = max(0, end.generated - 1)
+            assert end.computed + end.recomputed + decoded == work, f"{end}: it has computed {work} positions"
             assert not (life.steady and end.recomputed), f"{end}: computed again, and nothing had failed"
             assert spec.reads_cache or not end.cached, f"{end}: reads nothing from the cache"
             verdict = self.verdict(request)
@@ -419,12 +423,15 @@ class Fuzz:
         """A row that begins beyond what its request has computed found the rest in the cache; somebody of its namespace
         must have computed it, since the namespace was last evicted."""
         life, space = request.life, request.spec.namespace
-        if start <= life.real:
+        if start <= max(life.real, request.held):
             return
         assert request.spec.reads_cache, f"{request.spec.id}: starts at {start}, and reads nothing from the cache"
         assert request.epoch == self.epochs.get(space, 0), f"{request.spec.id}: adopts in a namespace that was evicted"
-        most = self.remembered(space, self.digests(request)[:start])
+        digests = self.digests(request)[:start]
+        most = self.remembered(space, digests)
         assert most == start, f"{request.spec.id}: starts at {start}, {most} tokens were computed"
+        real = self.memory.get(space, ())
+        request.held = max([at for at, value in enumerate(digests.tolist(), 1) if value in real], default=0)
 
     def remembered(self, space: Namespace, digests: Digests) -> int:
         """How many tokens from the start somebody has computed, or the plan in flight will have."""

@@ -59,7 +59,7 @@ class Traffic:
         self.alphabet = rng.choice([2, 3, 50, 2**31])
         self.spaces = _SPACES[: rng.choice([1, 2, 3, 5, len(_SPACES)])]
         self.chatty = rng.choice([0.0, 0.3, 0.8])  # how often a request begins a chat
-        self.talkative = rng.choice([2, self.page // 2 + 1, 2 * self.page + 1])  # tokens generated
+        self.talkative = rng.choice([2, self.page + 1, 3 * self.page + 1])  # tokens generated
         self.wordy = rng.choice([self.page, 3 * self.page, 6 * self.page])  # tokens of a new prompt
         self.ranks = rng.choice([1, 1, 3])  # priorities
         self.choosy = rng.choice([0.0, 0.2])  # requests that read or write nothing
@@ -86,7 +86,7 @@ class Traffic:
         specs = []
         for _ in range(rng.randint(2, 6)):
             tail = self._words(rng.randint(1, 3)) if rng.random() < 0.2 else []
-            specs.append(self._spec(tokens + tail, rng.choice(self.spaces) if several else space))
+            specs.append(self._spec((tokens + tail)[: self.longest], rng.choice(self.spaces) if several else space))
         return specs
 
     def ended(self, spec: RequestSpec, tokens: list[int], wanted: bool) -> None:
@@ -152,7 +152,7 @@ class Traffic:
 
     def _spec(self, tokens: list[int], space: Namespace) -> RequestSpec:
         rng = self.random
-        most = rng.randint(1, rng.choice([1, 3, self.talkative]))
+        most = rng.randint(1, rng.choice([1, 3, self.talkative, self.talkative]))
         most = max(1, min(most, self.longest - len(tokens) + 1))
         eos = [rng.randrange(self.vocabulary) for _ in range(rng.choice([0, 0, 1, 12]))]
         return RequestSpec(
