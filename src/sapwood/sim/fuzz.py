@@ -183,6 +183,8 @@ class Fuzz:
         for name, tiers in stats["pages"].items():
             pages = tiers["device"]
             assert pages["free"] + pages["tree"] == pages["capacity"], f"{name} leaks: {pages}"
+        for space in stats["namespaces"]:
+            assert not space["bound"], f"somebody is bound to {space['namespace']}, and nobody lives"
         self.scheduler.flush()
         self.check()
         stats = self.cache.stats()
@@ -210,7 +212,6 @@ class Fuzz:
         for request in requests:
             self.live[request.spec.id] = request
         self.counts["requests"] += len(specs)
-        self.check()
 
     def submit(self, specs: list[RequestSpec]) -> None:
         """Hand over requests that come together. The plans are the same if they are handed over one by one."""

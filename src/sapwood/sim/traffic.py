@@ -146,9 +146,16 @@ class Traffic:
                 head = head[: rng.randint(0, len(head))]
             elif cut < 0.6:
                 head = head[: len(head) // self.page * self.page]
-        if head and rng.random() < 0.2:
-            return head[: self.longest]
-        return (head + self._words(rng.randint(1, rng.choice([3, self.wordy]))))[: self.longest]
+        if not head or rng.random() < 0.8:
+            head = head + self._words(rng.randint(1, rng.choice([3, self.wordy])))
+        return self._fitted(head)
+
+    def _fitted(self, tokens: list[int]) -> list[int]:
+        """A prompt that can fit, and often ends where a page does, or one token before or after."""
+        tokens = tokens[: self.longest]
+        if len(tokens) > self.page and self.random.random() < 0.4:
+            tokens = tokens[: len(tokens) // self.page * self.page + self.random.choice([-1, 0, 0, 1])]
+        return tokens
 
     def _spec(self, tokens: list[int], space: Namespace) -> RequestSpec:
         rng = self.random
