@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from heapq import merge
 
-from sapwood.cache import Keep, Match, PageCopy
+from sapwood.cache import Keep, Lease, Match, PageCopy
 
 from .adapters import Gate
 from .book import Book, Flight
@@ -75,14 +75,15 @@ class Planner:
         self.copies: list[PageCopy] = []
         self.gate = Gate(self.config.max_loras, self.book.decoding.adapters)  # who prefills will decode with them
         self.ahead = -1  # pages that running requests will still take; counted when somebody wants to come in
-        if rows and self.cache.keeps_snapshots:
-            self._roll()
+        self.checkpoints: list[tuple[Lease, int]] = []
 
     def _issue(self, decodes: bool, chunks: list[Chunk]) -> Plan:
         book = self.book
         rows = book.decoding.requests if decodes else []
         if not rows and not chunks:
             return Plan()
+        if self.cache.keeps_snapshots:
+            self._checkpoint(decodes)
         self.step = self.number
         book.flight = Flight(self.step, list(rows), chunks)
         batch = batch_of(book.decoding if decodes else None, chunks, self.groups)
@@ -92,8 +93,13 @@ class Planner:
         items = self.book.prefilling.items
         return bool(items) and any(request.sat_out for request in items)
 
-    def _roll(self) -> None:
-        """Decode rows that will fill a page leave a checkpoint there, every few pages."""
+    def _checkpoint(self, decodes: bool) -> None:
+        """Snapshots are taken last: a slot is worth more to a request that could come in. Decode rows that will fill a
+        page leave one there, every few pages."""
+        for lease, page in self.checkpoints:
+            self.copies += self.cache.checkpoint(lease, page, self.number)
+        if not decodes:
+            return
         decoding, every = self.book.decoding, self.config.checkpoint_interval
         for request in decoding.reaching_page_end():
             page = (decoding.position(request) + 1) // self.page
@@ -189,7 +195,7 @@ class Planner:
         write_from = cache.write_from(lease, start)
         cache.publish(lease, request.tokens, end // page, step)
         if end // page in lease.cuts and not end % page:
-            self.copies += cache.checkpoint(lease, end // page, step)
+            self.checkpoints.append((lease, end // page))
         self.book.tables.write(request.slot, lease)
         self.budget -= end - start
         return Chunk(request, start, end, end == known_to, write_from)

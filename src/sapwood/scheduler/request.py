@@ -47,7 +47,7 @@ PREFILLING: Final = "prefilling"  # holds a lease; has more than its last token 
 DECODING: Final = "decoding"  # one token in every step
 ENDED: Final = "ended"
 
-# (state, what happens) -> state. What is not here cannot happen.
+# (phase, what happens) -> phase. What is not here cannot happen.
 _NEXT = {
     (WAITING, "admission"): PREFILLING,
     (PREFILLING, "joining the decodes"): DECODING,
@@ -73,11 +73,13 @@ class Request:
         "final",
         "id",
         "key",
+        "lead",
         "lease",
         "max_tokens",
         "min_tokens",
         "overtaken",
         "pages",
+        "phase",
         "position",
         "priority",
         "prompt",
@@ -88,7 +90,6 @@ class Request:
         "sat_out",
         "settled",
         "slot",
-        "state",
         "tokens",
         "tried",
         "tried_at",
@@ -111,9 +112,10 @@ class Request:
         self.reads = spec.reads_cache
         self.writes = spec.writes_cache
         self.binding = binding
-        self.state = WAITING
+        self.phase = WAITING
         self.lease: Lease | None = None
         self.slot = -1
+        self.lead = 0  # while it decodes: its position, less the decode steps done so far
         self.row = -1  # its place in the arrays while it decodes
         self.column = 0  # the next page it will need while it decodes
         self.pages: list[bytes] = []  # whole pages of tokens since it began to decode
@@ -130,11 +132,11 @@ class Request:
         self.tried_at = 0  # and in which plan
 
     def happens(self, what: str) -> None:
-        """Go to the next state, or say that this cannot be."""
-        state = _NEXT.get((self.state, what))
-        if state is None:
-            raise ProtocolError(f"{what} cannot happen to request {self.id!r:.80} while it is {self.state}")
-        self.state = state
+        """Go to the next phase, or say that this cannot be."""
+        phase = _NEXT.get((self.phase, what))
+        if phase is None:
+            raise ProtocolError(f"{what} cannot happen to request {self.id!r:.80} while it is {self.phase}")
+        self.phase = phase
 
     @property
     def generated(self) -> int:
