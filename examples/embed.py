@@ -1,6 +1,6 @@
 """Our scheduler inside your engine: plan, run, tell. `python examples/embed.py`
 
-The model here is a toy that says the sum of the tokens in its row; yours gets the same arrays. Row i of a batch computes
+The model here is a toy that says the sum of the tokens in its row; yours gets the same arrays. Row i of a batch has
 positions [starts[i], starts[i] + lengths[i]) of its request, whose pages are `plan.tables[group][slots[i]]`, in order.
 """
 
