@@ -14,6 +14,7 @@ from .node import Node
 from .path import Path
 from .pool import FLIGHT, LEASE, UNHOOKED, Ids
 from .room import Room
+from .runs import HOLE, present
 from .transfer import Operation, Transfer
 from .tree import Tree
 
@@ -85,9 +86,8 @@ class Desk:
         pinned = self._would_pin(match.path, wish.depth)
         less = dict.fromkeys(tree.closed, pinned)
         for g in tree.loose:
-            ids = np.frombuffer(wish.tables[g], np.int32)
-            readers = tree.pools[DEVICE][g].readers
-            less[g] = int(np.count_nonzero((ids != 0) & (readers[ids] == 0)))
+            ids = present(wish.tables[g])
+            less[g] = int(np.count_nonzero(tree.pools[DEVICE][g].readers[ids] == 0))
         for g in tree.slots:
             less[g] = int(g in wish.seeds and tree.pools[DEVICE][g].readers[wish.seeds[g]] == 0)
         return less
@@ -133,8 +133,10 @@ class Desk:
         joined: list[Transfer],
     ) -> None:
         """Where the device has nothing in `spans`, host has: put that down for loading."""
-        ids = np.frombuffer(bytes(table), np.int32)
         for low, high in spans:
+            if table.find(HOLE, 4 * low, 4 * high) < 0:
+                continue
+            ids = np.frombuffer(bytes(table), np.int32)
             for at in (ids[low:high] == 0).nonzero()[0].tolist():
                 page = path.host_page(g, low + at)
                 assert page, "a boundary was offered that cannot be served"
@@ -177,9 +179,8 @@ class Desk:
             last = max((int(c.max()) + 1 for c in columns), default=0)
             operation = self.loads.begin_load(lease, lease.node, first, last, wish.load, wish.joined)
         for g in tree.slots:
-            slot = tree.pools[DEVICE][g].allocate(1, LEASE)
-            lease.working[g] = int(slot[0])
-            lease.tables[g] = bytearray(slot.tobytes())
+            slot = lease.working[g] = tree.pools[DEVICE][g].allocate_one(LEASE)
+            lease.tables[g] = bytearray(slot.to_bytes(4, "little"))
         if not lease.waits:
             self.extend(lease, upto)
         return lease, operation
@@ -254,8 +255,7 @@ class Desk:
         lease.upto[g] = len(table) // 4
         lease.low[g] = spans[0][0] if spans else lease.upto[g]
         if spans:
-            ids = np.frombuffer(bytes(table), np.int32)
-            tree.pools[DEVICE][g].read(ids[ids != 0])
+            tree.pools[DEVICE][g].read(present(table[4 * spans[0][0] :]))
             for at in reversed(nodes):
                 if at.start + at.n <= spans[0][0]:
                     break

@@ -19,6 +19,7 @@ from .group import DEVICE
 from .namespace import Namespace
 from .path import Path
 from .pool import Ids
+from .runs import HOLE, present
 
 if TYPE_CHECKING:
     from .node import Node, Root
@@ -198,7 +199,12 @@ class Lease:
 
     def adopted(self, g: int) -> tuple[Ids, Ids]:
         """Columns and ids of the tree's pages in this lease's table."""
-        ids = self.table(g)[: self.upto[g]]
+        raw = self.tables[g][: 4 * self.upto[g]]
+        end = len(raw) // 4
+        low = end + -len(raw.lstrip(HOLE)) // 4
+        if not self.own and HOLE not in raw[4 * low :]:  # as most windows are: holes, then none
+            return np.arange(low, end, dtype=np.int32), np.frombuffer(raw[4 * low :], np.int32)
+        ids = np.frombuffer(raw, np.int32)
         there = ids != 0
         if self.own:
             for group, column in self.own:
@@ -209,9 +215,7 @@ class Lease:
 
     def private(self, g: int) -> Ids:
         """Ids of the pages of a paged group that this lease alone has."""
-        ids = np.frombuffer(self.tables[g][4 * self.upto[g] :], np.int32)
-        if len(ids) and not ids.all():
-            ids = ids[ids != 0]
+        ids = present(self.tables[g][4 * self.upto[g] :])
         if self.own:
             mine = [page for (group, _), page in self.own.items() if group == g]
             if mine:
@@ -253,13 +257,13 @@ class Holder:
 
     def let_go(self, tree: Tree) -> None:
         del self.root.holders[self]
+        idle: dict[int, list[int]] = {}
         for (tier, g), ids in self.pages.items():
-            if self.detached:
-                tree.pools[tier][g].unread(ids)
-            elif g not in tree.closed:
-                tree.pools[tier][g].unread(ids)
-                tree.requeue(self.node, tier, g, *self.columns)
+            if (self.detached or g not in tree.closed) and tree.pools[tier][g].unread(ids):
+                idle.setdefault(tier, []).append(g)
         if not self.detached:
+            for tier, groups in idle.items():
+                tree.requeue(self.node, tier, groups, *self.columns)
             for tier in self.tiers:
                 tree.unpin(self.node, tier)
         tree.forget_if_empty(self.root)

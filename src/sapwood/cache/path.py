@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .group import DEVICE, HOST
+from .runs import HOLE
 
 if TYPE_CHECKING:
     from .node import Node, Root
     from .tree import Tree
-
-
-_HOLE = bytes(4)
 
 
 def agree(edge: bytes | bytearray, tokens: bytes, offset: int, page_bytes: int) -> int:
@@ -75,7 +73,7 @@ class Path:
             first, last = max(low - start, 0), min(high - start, node.n)
             pages = node.device.pages[index]
             # Four zero bytes in a row are a hole, or two ids beside each other: only then look closer.
-            if pages is None or pages.find(_HOLE, 4 * first, 4 * last) >= 0 or (patient and node.promised):
+            if pages is None or pages.find(HOLE, 4 * first, 4 * last) >= 0 or (patient and node.promised):
                 missing = self._last_hole(node, index, first, last)
                 if missing >= 0:
                     return start + missing

@@ -81,7 +81,7 @@ class Snapshots:
             self.counts["checkpoints_skipped"] += 1
             self._skip_cut(lease, page)
             return []
-        slots = {g: int(tree.pools[DEVICE][g].allocate(1, FLIGHT)[0]) for g in tree.slots}
+        slots = {g: tree.pools[DEVICE][g].allocate_one(FLIGHT) for g in tree.slots}
         flight.snapshots.append(Snapshot(lease, page, slots, rolling))
         self.counts["checkpoints"] += 1
         return [
@@ -102,7 +102,7 @@ class Snapshots:
         tree, lease = self.tree, snapshot.lease
         if lease.detached or lease.depth < snapshot.page or lease not in lease.root.holders:
             for g, slot in snapshot.slots.items():
-                tree.pools[DEVICE][g].release(np.array([slot], np.int32), FLIGHT)
+                tree.pools[DEVICE][g].release_one(slot, FLIGHT)
             self.counts["snapshots_lost"] += 1
             self._skip_cut(lease, snapshot.page)
             return
@@ -157,8 +157,7 @@ class Snapshots:
         node = lease.node
         kept = []
         for g, slot in list(lease.working.items()):
-            ids = np.array([slot], np.int32)
-            tree.pools[DEVICE][g].move(ids, LEASE, FLIGHT)
+            tree.pools[DEVICE][g].move_one(slot, LEASE, FLIGHT)
             del lease.working[g]
             if put_slot(tree, node, DEVICE, g, slot):
                 kept.append(g)

@@ -15,8 +15,8 @@ from .lease import Holder, Lease
 from .namespace import Namespace
 from .node import Node
 from .pool import FLIGHT, TREE, Ids
-from .publish import runs
-from .tree import Tree
+from .runs import Ranges, runs
+from .tree import Cover, Tree
 
 Parts = dict[int, tuple[Ids, Ids]]
 
@@ -33,7 +33,7 @@ class Operation(NamedTuple):
 class Transfer:
     """One save or load between its begin and its acknowledgement."""
 
-    __slots__ = ("after", "first", "holder", "last", "node", "op", "parts", "tier", "waiters")
+    __slots__ = ("after", "first", "holder", "last", "node", "op", "parts", "ranges", "tier", "waiters")
 
     def __init__(self, op: int, tier: int, node: Node, first: int, last: int, parts: Parts, holder: Holder) -> None:
         self.op = op
@@ -42,9 +42,13 @@ class Transfer:
         self.first = first
         self.last = last
         self.parts = parts
+        self.ranges: dict[int, Ranges] = {}  # by group: where it has a part
         self.holder = holder
         self.waiters: list[Lease] = []
         self.after: list[Transfer] = []  # loads further down the path that arrived before this one
+
+    def covers(self, g: int, column: int) -> bool:
+        return any(low <= column < high for low, high in self.ranges.get(g, ()))
 
 
 class Ledger:
@@ -85,7 +89,8 @@ class Ledger:
         transfer.node.moving -= 1
         transfer.holder.let_go(self.tree)
 
-    def count(self, transfer: Transfer, what: str, pages: int) -> None:
+    def count(self, transfer: Transfer, what: str, kept: Ranges) -> None:
+        pages = sum([high - low for low, high in kept])
         self.counts[f"pages_{what}"] += pages
         transfer.node.root.tally[f"{what}_pages"] += pages
 
@@ -99,45 +104,64 @@ class Ledger:
             ids = transfer.parts[g][1][low - transfer.first : high - transfer.first]
             self.tree.pools[transfer.tier][g].release(ids[ids != 0], FLIGHT)
 
-    def land_loose(self, node: Node, tier: int, g: int, columns: Ids, ids: Ids) -> list[tuple[int, int]]:
-        """Put pages into the holes of a path; where one was filled meanwhile, free. Returns the filled ranges."""
-        tree = self.tree
-        pool = tree.pools[tier][g]
-        kept: list[tuple[int, int]] = []
-        first, last = int(columns[0]), int(columns[-1]) + 1
-        for at, low, high in tree.cover(node, first, last):
-            copy = tree.copy_in(at, tier)
-            if last - first == len(columns):
-                a = at.start + low - first
-                where, pages = np.arange(low, high, dtype=np.int32), ids[a : a + high - low]
-            else:
-                inside = (columns >= at.start + low) & (columns < at.start + high)
-                where, pages = columns[inside] - at.start, ids[inside]
-                if not len(where):
-                    continue
-            if copy.pages[g] is None:
-                copy.pages[g] = bytearray(4 * at.n)
-            view = np.frombuffer(copy.pages[g], np.int32)
-            taken = view[where]
-            if taken.any():
-                pool.release(pages[taken != 0], FLIGHT)
-                where, pages = where[taken == 0], pages[taken == 0]
-            view[where] = pages
-            pool.move(pages, FLIGHT, TREE)
-            pool.idle += len(pages)
-            tree.queues[g, tier].add(at, copy)
-            kept += [(x + at.start, y + at.start) for x, y in runs(where)]
+    def tree_owns(self, transfer: Transfer, groups: list[int], kept: Ranges) -> None:
+        """The pages that came for the ranges `kept` are the tree's now."""
+        if not kept:
+            return
+        base = transfer.first
+        for g in groups:
+            ids = transfer.parts[g][1]
+            if sum([high - low for low, high in kept]) < len(ids):
+                ids = np.concatenate([ids[low - base : high - base] for low, high in kept])
+            self.tree.pools[transfer.tier][g].move(ids, FLIGHT, TREE)
+
+    def land_loose(self, transfer: Transfer, g: int, where: Ranges, path: Cover) -> Ranges:
+        """Put pages into the holes of a path; where one was filled meanwhile, free. Returns the filled ranges.
+        `path` is what the whole transfer covers."""
+        tree, tier, base = self.tree, transfer.tier, transfer.first
+        queue = tree.queues[g, tier]
+        ids = transfer.parts[g][1].tobytes()
+        kept: Ranges = []
+        for begin, end in where:
+            whole = begin == base and end == transfer.last
+            for at, low, high in path if whole else tree.cover(transfer.node, begin, end):
+                copy = tree.copy_in(at, tier)
+                pages = copy.pages[g]
+                if pages is None:
+                    pages = copy.pages[g] = bytearray(4 * at.n)
+                a, b = at.start + low, at.start + high
+                if pages.count(0, 4 * low, 4 * high) == 4 * (high - low):
+                    pages[4 * low : 4 * high] = ids[4 * (a - base) : 4 * (b - base)]
+                    kept.append((a, b))
+                else:
+                    kept += self._land_in_holes(transfer, g, at, low, high)
+                queue.add(at, copy)
+        self.tree_owns(transfer, [g], kept)
+        tree.pools[tier][g].idle += sum([high - low for low, high in kept])
         return kept
 
-    def land_slot(self, node: Node, tier: int, g: int, columns: Ids, ids: Ids) -> list[tuple[int, int]]:
+    def _land_in_holes(self, transfer: Transfer, g: int, node: Node, low: int, high: int) -> Ranges:
+        """`land_loose` for pages [low, high) of `node`, some of which are there already."""
+        tree, tier = self.tree, transfer.tier
+        begin = node.start + low
+        view = np.frombuffer(tree.copy_in(node, tier).pages[g], np.int32)[low:high]
+        ids = transfer.parts[g][1][begin - transfer.first : begin - transfer.first + high - low]
+        taken = view != 0
+        tree.pools[tier][g].release(ids[taken], FLIGHT)
+        view[~taken] = ids[~taken]
+        return [(begin + a, begin + b) for a, b in runs((~taken).nonzero()[0].astype(np.int32))]
+
+    def land_slot(self, transfer: Transfer, g: int, where: Ranges) -> Ranges:
+        targets = transfer.parts[g][1]
         kept = []
-        for column, slot in zip(columns.tolist(), ids, strict=True):
-            at = self.tree.node_ending(node, column + 1)
-            if put_slot(self.tree, at, tier, g, int(slot)):
-                kept.append((column, column + 1))
+        for low, high in where:
+            for column in range(low, high):
+                at = self.tree.node_ending(transfer.node, column + 1)
+                if put_slot(self.tree, at, transfer.tier, g, int(targets[column - transfer.first])):
+                    kept.append((column, column + 1))
         return kept
 
-    def announce(self, node: Node, tier: int, ranges: list[tuple[int, int]]) -> None:
+    def announce(self, node: Node, tier: int, ranges: Ranges) -> None:
         """Tell of ranges that came, those nearest the root first, neighbours in one breath."""
         if not self.tree.announcing or not ranges:
             return
@@ -151,24 +175,14 @@ class Ledger:
         tell_stored(self.tree, node, tier, first, last)
 
 
-def spread(columns: Ids, ids: Ids, first: int, last: int) -> Ids:
-    """`ids` at their columns in an array for the pages [first, last), 0 elsewhere."""
-    if len(ids) == last - first:
-        return ids
-    array = np.zeros(last - first, np.int32)
-    array[columns - first] = ids
-    return array
-
-
 def put_slot(tree: Tree, node: Node, tier: int, g: int, slot: int) -> bool:
     """A snapshot in flight becomes the tree's at the end of `node`; it is freed if there is one already."""
     pool = tree.pools[tier][g]
-    ids = np.array([slot], np.int32)
     copy = tree.copy_in(node, tier)
     if copy.pages[g]:
-        pool.release(ids, FLIGHT)
+        pool.release_one(slot, FLIGHT)
         return False
-    pool.move(ids, FLIGHT, TREE)
+    pool.move_one(slot, FLIGHT, TREE)
     pool.idle += 1
     copy.pages[g] = slot
     tree.queues[g, tier].add(node, copy)
