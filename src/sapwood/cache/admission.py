@@ -8,7 +8,7 @@ import numpy as np
 
 from .flight import note_promises
 from .group import DEVICE, HOST
-from .lease import Holder, Lease, Match, Sibling
+from .lease import Lease, Match, Sibling, hold
 from .load import Loads
 from .node import Node
 from .path import Path
@@ -69,10 +69,10 @@ class Desk:
         need = {g: max(0, columns - depth) for g in tree.closed}
         for g in tree.loose:
             if columns and depth > boundary and (tree.families[g].reads_promised or not tree.promises):
-                end = path.device_run(g, boundary, depth)
-                if end > boundary:
-                    spans[g] = [*spans[g], (boundary, end)]
-                    tables[g] = path.device_pages(g, spans[g], end)
+                more = path.device_run(g, boundary, depth)
+                if more:
+                    spans[g] = [*spans[g], (boundary, boundary + len(more) // 4)]
+                    tables[g] += more
             need[g] = max(0, columns - len(tables[g]) // 4)
         for g in tree.slots:
             need[g] = 1
@@ -86,6 +86,8 @@ class Desk:
         pinned = self._would_pin(match.path, wish.depth)
         less = dict.fromkeys(tree.closed, pinned)
         for g in tree.loose:
+            if wish.need[g] <= tree.pools[DEVICE][g].free and match.sibling is None:
+                continue  # nobody will ask
             ids = present(wish.tables[g])
             less[g] = int(np.count_nonzero(tree.pools[DEVICE][g].readers[ids] == 0))
         for g in tree.slots:
@@ -182,7 +184,7 @@ class Desk:
             slot = lease.working[g] = tree.pools[DEVICE][g].allocate_one(LEASE)
             lease.tables[g] = bytearray(slot.to_bytes(4, "little"))
         if not lease.waits:
-            self.extend(lease, upto)
+            self.extend(lease, {g: wish.need[g] for g in tree.paged if wish.need[g]})
         return lease, operation
 
     def admit_from_zero(self, match: Match, upto: int) -> tuple[Lease, Operation | None] | None:
@@ -274,15 +276,11 @@ class Desk:
             lease.upto[g] = lease.depth
         lease.wanted = {}
 
-    def extend(self, lease: Lease, upto: int) -> None:
-        """Give the lease private pages up to token `upto`. The room is there."""
-        tree = self.tree
-        columns = -(-upto // tree.page_size)
-        for g in tree.paged:
-            table = lease.tables[g]
-            more = columns - len(table) // 4
-            if more > 0:
-                table += tree.pools[DEVICE][g].allocate(more, LEASE).tobytes()
+    def extend(self, lease: Lease, need: dict[int, int]) -> None:
+        """Give the lease so many more private pages of each group. The room is there."""
+        pools = self.tree.pools[DEVICE]
+        for g, n in need.items():
+            lease.tables[g] += pools[g].allocate(n, LEASE).tobytes()
 
     # ---- copy on write
 
@@ -308,6 +306,6 @@ class Desk:
         pages = {
             (DEVICE, g): np.frombuffer(bytes(node.device.pages[g][4 * at : 4 * at + 4]), np.int32) for g in tree.paged
         }
-        lease.source = Holder(tree, sibling.node, (DEVICE,), (sibling.column, sibling.column + 1), pages)
+        lease.source = hold(tree, sibling.node, (DEVICE,), (sibling.column, sibling.column + 1), pages)
         lease.copied = sibling.tokens
         lease.start += sibling.tokens

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .events import MEDIUM, BlockRemoved, BlockStored
-from .hashes import ensure_hashes
+from .group import DEVICE
+from .hashes import ensure_hashes, page_digest
 from .node import Node
 from .pool import Ids
 
@@ -33,6 +34,18 @@ def tell_stored(tree: Tree, node: Node, tier: int, first: int, last: int) -> Non
         digests = b"".join([at.hashes[32 * low : 32 * high] for at, low, high in parts])  # type: ignore[index]
         tokens = b"".join([at.edge[low * size : high * size] for at, low, high in parts])
     tree.events.append(BlockStored(digests, parent, tokens, tree.page_size, MEDIUM[tier], node.root.namespace))
+
+
+def tell_page(tree: Tree, node: Node) -> None:
+    """`tell_stored` on the device for one page more at the end of `node`: the loop of decoding rows."""
+    hashes, n = node.hashes, node.n
+    if hashes is None or len(hashes) != 32 * n - 32:
+        tell_stored(tree, node, DEVICE, node.end - 1, node.end)
+        return
+    parent, page = bytes(hashes[-32:]), bytes(node.edge[-tree.page_bytes :])
+    digest = page_digest(parent, page)
+    hashes += digest
+    tree.events.append(BlockStored(digest, parent, page, tree.page_size, MEDIUM[DEVICE], node.root.namespace))
 
 
 def hash_path(tree: Tree, node: Node, first: int, last: int) -> None:

@@ -6,12 +6,12 @@ import numpy as np
 
 from .flight import Flight, note_promises
 from .group import DEVICE
-from .lease import Holder, Lease
+from .lease import Lease, hold
 from .match import Matcher
 from .node import Node
 from .path import Path
 from .pool import FLIGHT, LEASE
-from .runs import present
+from .runs import HOLE, present
 from .tree import Tree
 
 
@@ -26,14 +26,16 @@ class Follower:
         for g in tree.loose:
             spans, lease.low[g] = tree.families[g].slid(lease.low[g], position)
             for low, high in spans:
-                self._give_up(lease, g, low, high)
+                if lease.own:
+                    self._give_up(lease, g, low, high)
+                elif high - low == 1 and high <= lease.upto[g]:
+                    self._give_up_one(lease, g, low)
+                else:
+                    self._give_up_run(lease, g, low, high)
 
     def _give_up(self, lease: Lease, g: int, low: int, high: int) -> None:
         tree = self.tree
         pool = tree.pools[DEVICE][g]
-        if not lease.own:
-            self._give_up_run(lease, g, low, high)
-            return
         table = np.frombuffer(lease.tables[g], np.int32)
         split = min(max(lease.upto[g], low), high)
         mine = [lease.own.pop((g, c)) for c in range(low, split) if (g, c) in lease.own] if lease.own else []
@@ -48,6 +50,18 @@ class Follower:
             if pool.unread(shared) and not lease.detached:
                 tree.requeue(lease.node, DEVICE, [g], low, split)
         pool.release(private[private != 0], LEASE)
+
+    def _give_up_one(self, lease: Lease, g: int, column: int) -> None:
+        """`_give_up` for a page of the tree: what most decoding rows do when they cross a page."""
+        tree = self.tree
+        table = lease.tables[g]
+        page = int.from_bytes(table[4 * column : 4 * column + 4], "little")
+        table[4 * column : 4 * column + 4] = HOLE
+        if page and tree.pools[DEVICE][g].unread_one(page) and not lease.detached:
+            node = lease.node
+            while node.start > column:
+                node = node.parent  # type: ignore[assignment]
+            tree.queues[g, DEVICE].add(node, node.device)
 
     def _give_up_run(self, lease: Lease, g: int, low: int, high: int) -> None:
         """`_give_up` for a lease without duplicates."""
@@ -68,7 +82,7 @@ class Follower:
         tree = self.tree
         if held is not None:
             reading = {(DEVICE, g): lease.adopted(g)[1] for g in tree.loose}
-            held.holders.append(Holder(tree, lease.node, (DEVICE,), (0, lease.depth), reading))
+            held.holders.append(hold(tree, lease.node, (DEVICE,), (0, lease.depth), reading))
         node = lease.root.top
         if depth:
             last = next(n for n in reversed(path.nodes) if n.start < depth)

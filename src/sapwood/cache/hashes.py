@@ -18,12 +18,14 @@ if sys.byteorder != "little":  # tokens are compared and hashed as the bytes the
     raise ImportError("sapwood.cache needs a little-endian machine")
 
 
+def page_digest(parent: bytes, page: bytes) -> bytes:
+    return hashlib.sha256(parent + page).digest()
+
+
 def chain(parent: bytes, tokens: bytes | bytearray | memoryview, page_bytes: int) -> bytearray:
     """The digests of consecutive pages, one after the other."""
     sha256 = hashlib.sha256
     view = bytes(tokens)
-    if len(view) == page_bytes:
-        return bytearray(sha256(parent + view).digest())
     digests = []
     for at in range(0, len(view), page_bytes):
         parent = sha256(parent + view[at : at + page_bytes]).digest()

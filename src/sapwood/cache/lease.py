@@ -224,7 +224,8 @@ class Lease:
 
 
 class Holder:
-    """A pin that is not a lease: on a path in some tiers, and on pages of its columns [low, high), until let go."""
+    """A pin that is not a lease: on a path in some tiers, and on pages of its columns [low, high), until let go.
+    Made by `hold`, or right here for pages (not of closed groups) that somebody reads already and hands over."""
 
     __slots__ = ("columns", "detached", "node", "pages", "root", "tiers")
 
@@ -244,9 +245,6 @@ class Holder:
         self.detached = False
         for tier in tiers:
             tree.pin(node, tier)
-        for (tier, g), ids in pages.items():
-            if g not in tree.closed:
-                tree.pools[tier][g].read(ids)
         self.root.holders[self] = None
 
     def detach(self, tree: Tree) -> None:
@@ -257,13 +255,29 @@ class Holder:
 
     def let_go(self, tree: Tree) -> None:
         del self.root.holders[self]
+        closed = () if self.detached else tree.closed
         idle: dict[int, list[int]] = {}
         for (tier, g), ids in self.pages.items():
-            if (self.detached or g not in tree.closed) and tree.pools[tier][g].unread(ids):
+            if g not in closed and tree.pools[tier][g].unread(ids):
                 idle.setdefault(tier, []).append(g)
-        if not self.detached:
-            for tier, groups in idle.items():
-                tree.requeue(self.node, tier, groups, *self.columns)
-            for tier in self.tiers:
-                tree.unpin(self.node, tier)
-        tree.forget_if_empty(self.root)
+        if self.detached:
+            tree.forget_if_empty(self.root)
+            return
+        low, high = self.columns
+        for tier, groups in idle.items():
+            tree.requeue(self.node, tier, groups, low, high)
+        for tier in self.tiers:
+            tree.unpin(self.node, tier)
+        if not self.root.bound:
+            tree.forget_if_empty(self.root)
+
+
+def hold(
+    tree: Tree, node: Node, tiers: tuple[int, ...], columns: tuple[int, int], pages: dict[tuple[int, int], Ids]
+) -> Holder:
+    """Pin the path to `node`, and read `pages`, which lie in its columns [low, high)."""
+    closed = tree.closed
+    for (tier, g), ids in pages.items():
+        if g not in closed:
+            tree.pools[tier][g].read(ids)
+    return Holder(tree, node, tiers, columns, pages)

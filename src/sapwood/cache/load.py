@@ -8,7 +8,7 @@ import numpy as np
 
 from .flight import note_promises
 from .group import DEVICE, HOST
-from .lease import Holder, Lease
+from .lease import Lease, hold
 from .node import Node
 from .pool import FLIGHT, UNHOOKED, Ids
 from .runs import Ranges, runs, spread
@@ -49,15 +49,13 @@ class Loads:
         if not wanted:
             return None
         held = {(HOST, g): ids for g, (_, ids) in wanted.items()}
-        holder = Holder(tree, node, (DEVICE, HOST), (first, last), held)
+        holder = hold(tree, node, (DEVICE, HOST), (first, last), held)
         parts: Parts = {}
         where = {g: runs(columns) for g, (columns, _) in wanted.items()}
         for g, (_, ids) in wanted.items():
             targets = tree.pools[DEVICE][g].allocate(len(ids), FLIGHT)
             parts[g] = (spread(where[g], ids, first, last), spread(where[g], targets, first, last))
-        operation = self.ledger.begin(DEVICE, node, first, last, parts, holder)
-        transfer = self.ledger.pending[operation.op]
-        transfer.ranges = where
+        operation, transfer = self.ledger.begin(DEVICE, node, first, last, parts, where, holder)
         transfer.waiters.append(lease)
         lease.waits.append(transfer)
         for g, (columns, ids) in wanted.items():

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .announce import hash_path, tell_stored
+from .announce import hash_path, tell_page, tell_stored
 from .flight import Fill, Flight, Promise, is_real, mark
 from .group import DEVICE
 from .lease import Lease, Span
@@ -124,7 +124,7 @@ class Publisher:
     def _row_is_real(self, lease: Lease, node: Node, depth: int) -> None:
         tree = self.tree
         if tree.announcing:
-            tell_stored(tree, node, DEVICE, depth, depth + 1)
+            tell_page(tree, node)
         elif tree.hashing:
             hash_path(tree, node, depth, depth + 1)
         if tree.has_host:
@@ -173,13 +173,14 @@ class Publisher:
 
     def leftover(self, lease: Lease, offered: int) -> Span | None:
         """What a lease that ends has made real and nobody has been told of; `offered` spans were there before."""
+        if len(self.real) == offered:
+            unsaved, lease.unsaved = lease.unsaved, None
+            return unsaved
         spans = self.real[offered:]
         del self.real[offered:]
         if lease.unsaved is not None:
             spans.append(lease.unsaved)
             lease.unsaved = None
-        if not spans:
-            return None
         deepest = max(spans, key=lambda span: span.last)
         return Span(min(span.first for span in spans), deepest.last, deepest.node)
 

@@ -25,6 +25,9 @@ def runs(columns: Ids) -> Ranges:
 
 def ranges(pieces: list[Run]) -> Ranges:
     """Where `pieces`, in order, stand: neighbours joined."""
+    if len(pieces) == 1:
+        column, ids = pieces[0]
+        return [(column, column + len(ids) // 4)]
     where: Ranges = []
     for column, ids in pieces:
         end = column + len(ids) // 4

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from .group import DEVICE, HOST
-from .lease import Holder, Span
+from .lease import Span, hold
 from .node import Node
 from .pool import FLIGHT, Ids
 from .room import Room
@@ -37,24 +37,23 @@ class Saves:
         found = self._to_save(path)
         if not found:
             return None
-        first = min([got[0][0] for got in found.values()])
-        last = max([got[-1][0] + len(got[-1][1]) // 4 for got in found.values()])
-        sources = {g: joined(got) for g, got in found.items()}
-        need = {g: len(ids) for g, ids in sources.items()}
-        holder = Holder(tree, node, (DEVICE,), (first, last), {(DEVICE, g): ids for g, ids in sources.items()})
+        where = {g: ranges(got) for g, got in found.items()}
+        first = min([parts[0][0] for parts in where.values()])
+        last = max([parts[-1][1] for parts in where.values()])
+        sources = {(DEVICE, g): joined(got) for g, got in found.items()}
+        need = {g: len(ids) for (_, g), ids in sources.items()}
+        holder = hold(tree, node, (DEVICE,), (first, last), sources)
         if not self.room.has(HOST, need) and not self._make_room(node, last, need):
             holder.let_go(tree)
             self.ledger.counts["saves_skipped"] += 1
             return None
         parts: Parts = {}
-        where: dict[int, Ranges] = {}
-        for g, got in found.items():
-            where[g] = ranges(got)
-            targets = tree.pools[HOST][g].allocate(need[g], FLIGHT)
-            parts[g] = (spread(where[g], sources[g], first, last), spread(where[g], targets, first, last))
-        operation = self.ledger.begin(HOST, node, first, last, parts, holder)
-        transfer = self.ledger.pending[operation.op]
-        transfer.ranges = where
+        for (_, g), ids in sources.items():
+            targets = tree.pools[HOST][g].allocate(len(ids), FLIGHT)
+            if len(ids) < last - first:
+                ids, targets = spread(where[g], ids, first, last), spread(where[g], targets, first, last)
+            parts[g] = (ids, targets)
+        operation, transfer = self.ledger.begin(HOST, node, first, last, parts, where, holder)
         for at, low, high in path:
             if at.start + low < last and at.start + high > first:
                 at.saving = [*(at.saving or ()), transfer]
@@ -68,7 +67,7 @@ class Saves:
             ids = self._window_on_host(node, g, last)
             if len(ids):
                 kept[HOST, g] = ids
-        holder = Holder(tree, node, (HOST,), (0, last), kept)
+        holder = hold(tree, node, (HOST,), (0, last), kept)
         fits = self.room.can_make(HOST, need)
         if fits:
             self.room.make(HOST, need)
@@ -92,36 +91,39 @@ class Saves:
         """By group: the device pages of `path` that host does not have, root side first."""
         tree = self.tree
         closed, slots = tree.closed, tree.slots
-        found: dict[int, list[Run]] = {}
+        found: dict[int, list[Run]] = {g: [] for g in self.savable}
         for node, low, high in reversed(path):
             host = node.host
             assert host is not None
             busy = node.promised or node.saving
-            for g in self.savable:
+            start = node.start
+            for g, runs_found in found.items():
                 pages = node.device.pages[g]
                 if not pages:
                     continue
-                if g in slots:
+                first = low
+                if g in closed:
+                    if host.count > low:
+                        first = host.count
+                        if first >= high:
+                            continue
+                    ids = pages[4 * first : 4 * high]
+                    simple = not busy
+                elif g in slots:
                     if high == node.n and not host.pages[g] and not self._under_way(node, g):
-                        found.setdefault(g, []).append((node.start + high - 1, pages.to_bytes(4, "little")))
+                        runs_found.append((start + high - 1, pages.to_bytes(4, "little")))
                     continue
-                first, there = low, None
-                if g not in closed:
-                    there = host.pages[g]
-                elif host.count > low:
-                    first = host.count
-                if first >= high:
-                    continue
-                ids = bytes(pages[4 * first : 4 * high])
-                # Four zero bytes in a row are a hole, or two ids beside each other: only then look closer.
-                odd = busy or (g not in closed and HOLE in ids)
-                if odd or (there and there.count(0, 4 * first, 4 * high) < len(ids)):
-                    got = self._unsaved(node, g, first, ids)
                 else:
-                    got = [(node.start + first, ids)]
-                if got:
-                    found.setdefault(g, []).extend(got)
-        return found
+                    ids = pages[4 * first : 4 * high]
+                    there = host.pages[g]
+                    # Four zero bytes in a row are a hole, or two ids beside each other: only then look closer.
+                    simple = not busy and HOLE not in ids
+                    simple = simple and (not there or there.count(0, 4 * first, 4 * high) == len(ids))
+                if simple:
+                    runs_found.append((start + first, ids))
+                else:
+                    runs_found += self._unsaved(node, g, first, bytes(ids))
+        return {g: got for g, got in found.items() if got}
 
     @staticmethod
     def _under_way(node: Node, g: int) -> bool:
@@ -158,13 +160,15 @@ class Saves:
             return None
         path = tree.cover(transfer.node, transfer.first, transfer.last)
         for node, _, _ in path:
-            if node.saving is not None:
-                node.saving = [save for save in node.saving if save is not transfer] or None
+            saving = node.saving
+            assert saving is not None
+            node.saving = None if len(saving) == 1 else [save for save in saving if save is not transfer]
         if not ok:
             ledger.counts["saves_failed"] += 1
             ledger.free_targets(transfer)
             ledger.let_go(transfer)
             return None
+        landed: Ranges = []
         for g, where in transfer.ranges.items():
             nodes = tree.nodes
             if g in tree.slots:
@@ -179,7 +183,8 @@ class Saves:
                 path = tree.cover(transfer.node, transfer.first, transfer.last)
             if g == tree.told:
                 ledger.announce(transfer.node, HOST, kept)
-            ledger.count(transfer, "saved", kept)
+            landed += kept
+        ledger.count(transfer, "saved", landed)
         for node, _, _ in path:
             node.host.used = tree.now  # type: ignore[union-attr]
         ledger.let_go(transfer)
@@ -195,14 +200,15 @@ class Saves:
             for node, first, last in path if whole else tree.cover(transfer.node, low, high):
                 copy = node.host
                 assert copy is not None
-                known = min(max(copy.count, first), last)
-                if known > first:
-                    self.ledger.free_columns(transfer, node.start + first, node.start + known)
-                if known == last:
-                    continue
-                a, b = node.start + known, node.start + last
-                if copy.count < known:
-                    tree.split(node, known)
+                a, b = node.start + first, node.start + last
+                if copy.count > first:
+                    known = min(copy.count, last)
+                    self.ledger.free_columns(transfer, a, node.start + known)
+                    if known == last:
+                        continue
+                    a = node.start + known
+                elif copy.count < first:
+                    tree.split(node, first)
                 tree.put_closed(node, HOST, {g: ids[4 * (a - base) : 4 * (b - base)] for g, ids in targets.items()})
                 kept.append((a, b))
         self.ledger.tree_owns(transfer, tree.closed, kept)

@@ -50,7 +50,6 @@ class Snapshots:
                 node = lease.seed_node
                 assert node is not None
                 flight.holders.append(Holder(tree, node, (DEVICE,), (node.end - 1, node.end), ids))
-                self.follower.unseed(lease.seed, lease.seed_node)
                 lease.seed = {}
         if lease.source is not None:
             for (_, g), page in lease.source.pages.items():
@@ -69,15 +68,7 @@ class Snapshots:
             self._skip_cut(lease, page)
             return []
         need = dict.fromkeys(tree.slots, 1)
-        place = self._rolling_node(lease)
-        old = {} if place is None else {g: place.device.pages[g] for g in tree.slots if place.device.pages[g]}
-        for g, slot in old.items():  # never evict the last checkpoint to make the next: that one may fail
-            tree.pools[DEVICE][g].read_one(slot)
-        fits = room.can_make(DEVICE, need)
-        if fits:
-            room.make(DEVICE, need)
-        self.follower.unseed(old, place)
-        if not fits:
+        if not room.has(DEVICE, need) and not self._make_room(lease, need):
             self.counts["checkpoints_skipped"] += 1
             self._skip_cut(lease, page)
             return []
@@ -87,6 +78,19 @@ class Snapshots:
         return [
             PageCopy(tree.groups[g].name, lease.working[g], slot, tree.page_size, "after") for g, slot in slots.items()
         ]
+
+    def _make_room(self, lease: Lease, need: dict[int, int]) -> bool:
+        """Evict for a checkpoint, but never the last one to make the next: that one may fail."""
+        tree = self.tree
+        place = self._rolling_node(lease)
+        old = {} if place is None else {g: place.device.pages[g] for g in tree.slots if place.device.pages[g]}
+        for g, slot in old.items():
+            tree.pools[DEVICE][g].read_one(slot)
+        fits = self.room.can_make(DEVICE, need)
+        if fits:
+            self.room.make(DEVICE, need)
+        self.follower.unseed(old, place)
+        return fits
 
     def _rolling_node(self, lease: Lease) -> Node | None:
         """Where the checkpoint stands that the next one replaces, if it is still there."""

@@ -10,7 +10,7 @@ import numpy as np
 from .flight import Flight, unmark, withdraw
 from .follow import Follower
 from .group import DEVICE
-from .lease import Holder, Lease, Span
+from .lease import Lease, Span, hold
 from .pool import FLIGHT, LEASE, UNHOOKED, Ids
 from .publish import Publisher, Replaced
 from .snapshots import Snapshots
@@ -214,7 +214,7 @@ class Steps:
         old = lease.node
         low = max(page, 0)
         if held is not None:
-            held.holders.append(Holder(tree, old, (DEVICE,), (low, lease.depth), reading))
+            held.holders.append(hold(tree, old, (DEVICE,), (low, lease.depth), reading))
         for (_, g), ids in reading.items():
             tree.pools[DEVICE][g].unread(ids)
             tree.requeue(old, DEVICE, [g], low, lease.depth)
@@ -270,7 +270,7 @@ class Steps:
         for transfer in lease.waits:
             transfer.waiters.remove(lease)
         lease.waits = []
-        steps = [step for step, _ in lease.deps if step in self.flights]
+        steps = [step for step, _ in lease.deps if step in self.flights] if self.flights else []
         for step in (reading, self.doomed):  # a doomed step still writes what it was given
             running = self.in_flight(step)
             if running is not None:
@@ -287,18 +287,20 @@ class Steps:
     def _drop(self, lease: Lease, owner: int) -> None:
         tree = self.tree
         for g in tree.paged:
-            tree.pools[DEVICE][g].release(lease.private(g), owner)
+            if lease.own or len(lease.tables[g]) > 4 * lease.upto[g]:
+                tree.pools[DEVICE][g].release(lease.private(g), owner)
         for g, slot in lease.working.items():
             tree.pools[DEVICE][g].release_one(slot, owner)
         if lease.seed:
             self.follower.unseed(lease.seed, None if lease.detached else lease.seed_node)
         if lease.source is not None:
             lease.source.let_go(tree)
-        for g in tree.loose + (tree.closed if lease.detached else []):
+        for g in tree.paged if lease.detached else tree.loose:
             columns, ids = lease.adopted(g)
             if len(ids) and tree.pools[DEVICE][g].unread(ids) and not lease.detached:
                 tree.requeue(lease.node, DEVICE, [g], int(columns[0]), int(columns[-1]) + 1)
         del lease.root.holders[lease]
         if not lease.detached:
             tree.unpin(lease.node, DEVICE)
-        tree.forget_if_empty(lease.root)
+        if lease.detached or not lease.root.bound:
+            tree.forget_if_empty(lease.root)

@@ -13,7 +13,7 @@ import numpy as np
 from .announce import tell_stored
 from .lease import Holder, Lease
 from .namespace import Namespace
-from .node import Node
+from .node import Copy, Node
 from .pool import FLIGHT, TREE, Ids
 from .runs import Ranges, runs
 from .tree import Cover, Tree
@@ -35,14 +35,24 @@ class Transfer:
 
     __slots__ = ("after", "first", "holder", "last", "node", "op", "parts", "ranges", "tier", "waiters")
 
-    def __init__(self, op: int, tier: int, node: Node, first: int, last: int, parts: Parts, holder: Holder) -> None:
+    def __init__(
+        self,
+        op: int,
+        tier: int,
+        node: Node,
+        first: int,
+        last: int,
+        parts: Parts,
+        where: dict[int, Ranges],
+        holder: Holder,
+    ) -> None:
         self.op = op
         self.tier = tier  # where it writes
         self.node = node
         self.first = first
         self.last = last
         self.parts = parts
-        self.ranges: dict[int, Ranges] = {}  # by group: where it has a part
+        self.ranges = where  # by group: which pages are moved
         self.holder = holder
         self.waiters: list[Lease] = []
         self.after: list[Transfer] = []  # loads further down the path that arrived before this one
@@ -69,14 +79,17 @@ class Ledger:
             "pages_loaded": 0,
         }
 
-    def begin(self, tier: int, node: Node, first: int, last: int, parts: Parts, holder: Holder) -> Operation:
+    def begin(
+        self, tier: int, node: Node, first: int, last: int, parts: Parts, where: dict[int, Ranges], holder: Holder
+    ) -> tuple[Operation, Transfer]:
         op = self.next_op
         self.next_op += 1
-        self.pending[op] = Transfer(op, tier, node, first, last, parts, holder)
+        transfer = self.pending[op] = Transfer(op, tier, node, first, last, parts, where, holder)
         node.moving += 1
         self.counts["saves" if tier else "loads"] += 1
         names = self.tree.groups
-        return Operation(op, node.root.namespace, first, {names[g].name: arrays for g, arrays in parts.items()})
+        pages = {names[g].name: arrays for g, arrays in parts.items()}
+        return Operation(op, node.root.namespace, first, pages), transfer
 
     def end(self, op: int, tier: int) -> Transfer:
         transfer = self.pending.get(op)
@@ -90,6 +103,7 @@ class Ledger:
         transfer.holder.let_go(self.tree)
 
     def count(self, transfer: Transfer, what: str, kept: Ranges) -> None:
+        """Pages that came, of any group."""
         pages = sum([high - low for low, high in kept])
         self.counts[f"pages_{what}"] += pages
         transfer.node.root.tally[f"{what}_pages"] += pages
@@ -104,16 +118,15 @@ class Ledger:
             ids = transfer.parts[g][1][low - transfer.first : high - transfer.first]
             self.tree.pools[transfer.tier][g].release(ids[ids != 0], FLIGHT)
 
-    def tree_owns(self, transfer: Transfer, groups: list[int], kept: Ranges) -> None:
-        """The pages that came for the ranges `kept` are the tree's now."""
-        if not kept:
-            return
-        base = transfer.first
-        for g in groups:
+    def tree_owns(self, transfer: Transfer, groups: list[int], kept: Ranges) -> int:
+        """The pages that came for the ranges `kept` are the tree's now. Returns how many."""
+        n, base = sum([high - low for low, high in kept]), transfer.first
+        for g in groups if n else ():
             ids = transfer.parts[g][1]
-            if sum([high - low for low, high in kept]) < len(ids):
+            if n < len(ids):
                 ids = np.concatenate([ids[low - base : high - base] for low, high in kept])
             self.tree.pools[transfer.tier][g].move(ids, FLIGHT, TREE)
+        return n
 
     def land_loose(self, transfer: Transfer, g: int, where: Ranges, path: Cover) -> Ranges:
         """Put pages into the holes of a path; where one was filled meanwhile, free. Returns the filled ranges.
@@ -125,19 +138,18 @@ class Ledger:
         for begin, end in where:
             whole = begin == base and end == transfer.last
             for at, low, high in path if whole else tree.cover(transfer.node, begin, end):
-                copy = tree.copy_in(at, tier)
+                copy: Copy = at.host if tier else at.device  # type: ignore[assignment]
                 pages = copy.pages[g]
+                a, b = at.start + low, at.start + high
                 if pages is None:
                     pages = copy.pages[g] = bytearray(4 * at.n)
-                a, b = at.start + low, at.start + high
                 if pages.count(0, 4 * low, 4 * high) == 4 * (high - low):
                     pages[4 * low : 4 * high] = ids[4 * (a - base) : 4 * (b - base)]
                     kept.append((a, b))
                 else:
                     kept += self._land_in_holes(transfer, g, at, low, high)
                 queue.add(at, copy)
-        self.tree_owns(transfer, [g], kept)
-        tree.pools[tier][g].idle += sum([high - low for low, high in kept])
+        tree.pools[tier][g].idle += self.tree_owns(transfer, [g], kept)
         return kept
 
     def _land_in_holes(self, transfer: Transfer, g: int, node: Node, low: int, high: int) -> Ranges:
@@ -178,7 +190,7 @@ class Ledger:
 def put_slot(tree: Tree, node: Node, tier: int, g: int, slot: int) -> bool:
     """A snapshot in flight becomes the tree's at the end of `node`; it is freed if there is one already."""
     pool = tree.pools[tier][g]
-    copy = tree.copy_in(node, tier)
+    copy: Copy = node.host if tier else node.device  # type: ignore[assignment]
     if copy.pages[g]:
         pool.release_one(slot, FLIGHT)
         return False

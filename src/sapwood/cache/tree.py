@@ -254,31 +254,32 @@ class Tree:
 
     def pin(self, node: Node, tier: int) -> None:
         """Hold the path to `node`. Climbs only to the first ancestor that is held already."""
-        shelf = self.shelves[tier]
+        taken = 0
         at: Node | None = node
         while at is not None:
-            copy = at.host if tier else at.device
-            copy.holds += 1  # type: ignore[union-attr]
-            if copy.holds > 1:  # type: ignore[union-attr]
-                return
-            shelf.evictable -= copy.count  # type: ignore[union-attr]
+            copy: Copy = at.host if tier else at.device  # type: ignore[assignment]
+            copy.holds += 1
+            if copy.holds > 1:
+                break
+            taken += copy.count
             at = at.parent
+        self.shelves[tier].evictable -= taken
 
     def unpin(self, node: Node, tier: int) -> None:
         """Let go of the path to `node`. What nobody holds any more was used just now."""
-        shelf = self.shelves[tier]
+        now, freed = self.now, 0
         at: Node | None = node
         while at is not None:
             copy: Copy = at.host if tier else at.device  # type: ignore[assignment]
             copy.holds -= 1
             if copy.holds:
                 break
-            copy.used = self.now
-            if copy.count:
-                shelf.evictable += copy.count
-                if not copy.kids:
-                    self._shelve(at, copy, tier)
+            copy.used = now
+            freed += copy.count
+            if not copy.kids and copy.count:
+                self._shelve(at, copy, tier)
             at = at.parent
+        self.shelves[tier].evictable += freed
         if at is not node and not node.children:
             if type(node.edge) is bytearray and not node.device.holds:
                 self._rest(node)
@@ -531,10 +532,14 @@ class Tree:
 
     def requeue(self, node: Node, tier: int, groups: list[int], low: int, high: int) -> None:
         """Pages of `groups` in columns [low, high) of the path to `node` may have lost their last reader."""
-        path = self.cover(node, low, high)
         for g in groups:
             queue = self.queues[g, tier]
-            for at, _, _ in path:
-                copy: Copy = at.host if tier else at.device  # type: ignore[assignment]
-                if copy.pages[g]:
-                    queue.add(at, copy)
+            at, standing = node, queue.bits[0]
+            while True:
+                if at.start < high:
+                    copy: Copy = at.host if tier else at.device  # type: ignore[assignment]
+                    if not copy.queued & standing and copy.pages[g]:
+                        queue.add(at, copy)
+                if at.start <= low:
+                    break
+                at = at.parent  # type: ignore[assignment]
