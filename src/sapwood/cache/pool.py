@@ -3,6 +3,9 @@
 A page has exactly one owner at any time, kept in a byte a page, so that a double release or a page given
 out twice is an error at once and not a wrong answer later. Beside the owner a page has a reader count: how
 many leases, copies and transfers read it *by page* (windows, snapshots, and all that was unhooked).
+
+Pages that were given out together mostly lie side by side, and are handed on together: so every operation first looks
+whether its pages are such a run, and then works on a slice.
 """
 
 from __future__ import annotations
@@ -23,8 +26,25 @@ FLIGHT: Final = 3
 UNHOOKED: Final = 4
 OWNERS: Final = ("free", "leases", "tree", "flight", "unhooked")[1:]
 _NOBODY: Final = 255  # of the null page
-_FEW: Final = 24  # up to so many pages a loop beats numpy, whose every call costs as much as a dozen turns
+_FEW: Final = 6  # up to so many pages a loop beats numpy, whose every call costs as much as a dozen turns
+_MARKS: Final = [bytes([owner]) for owner in range(5)]
 _NAMES: Final = ("free", "a lease", "the tree", "something in flight", "an unhooked namespace")
+
+
+_order = b""  # the ids from 0 on, as far as any pool has needed them: what a run is compared with
+
+
+def _order_upto(capacity: int) -> None:
+    global _order
+    if len(_order) <= 4 * capacity:
+        _order = np.arange(capacity + 1, dtype=np.int32).tobytes()
+
+
+def _run(ids: Ids, n: int) -> int:
+    """The first of `ids` if they lie side by side, in order (then they are different pages), else 0."""
+    raw = ids.tobytes()
+    first = int.from_bytes(raw[:4], "little")
+    return first if raw == _order[4 * first : 4 * (first + n)] else 0
 
 
 class PoolError(RuntimeError):
@@ -52,6 +72,7 @@ class PagePool:
     )
 
     def __init__(self, name: str, capacity: int, page_bytes: int = 0, by_page: bool = False) -> None:
+        _order_upto(capacity)
         self.name = name
         self.capacity = capacity
         self.page_bytes = page_bytes
@@ -84,11 +105,14 @@ class PagePool:
         ids = self._stack[low : low + n].copy()
         self._low = low + n
         if n <= _FEW:
-            owners = self.owner
             for page in ids.tolist():
-                owners[page] = owner
+                self.owner[page] = owner
         else:
-            self._owner[ids.astype(np.intp)] = owner
+            first = _run(ids, n)
+            if first:
+                self.owner[first : first + n] = _MARKS[owner] * n
+            else:
+                self._owner[ids.astype(np.intp)] = owner
         self.counts[FREE] -= n
         self.counts[owner] += n
         if self.watch is not None and n:
@@ -114,15 +138,7 @@ class PagePool:
         n = len(ids)
         if not n:
             return
-        if n <= _FEW:
-            pages = ids.tolist()
-            if len(set(pages)) != n:
-                self._twice()
-            self._hand(pages, owner, FREE)
-        else:
-            at = self._owned(ids, owner)
-            self._different(n, at)
-            self._owner[at] = FREE
+        self._hand(ids, n, owner, FREE)
         low = self._low
         self._stack[low - n : low] = ids
         self._low = low - n
@@ -144,10 +160,7 @@ class PagePool:
         n = len(ids)
         if not n:
             return
-        if n <= _FEW:
-            self._hand(ids.tolist(), old, new)
-        else:
-            self._owner[self._owned(ids, old)] = new
+        self._hand(ids, n, old, new)
         self.counts[old] -= n
         self.counts[new] += n
 
@@ -159,14 +172,28 @@ class PagePool:
         self.counts[old] -= 1
         self.counts[new] += 1
 
-    def _hand(self, pages: list[int], old: int, new: int) -> None:
-        """`move` for few pages, without the counts."""
+    def _hand(self, ids: Ids, n: int, old: int, new: int) -> int:
+        """`move`, without the counts. Returns the first of `ids` if they are seen to be a run, else 0."""
+        if n <= _FEW:
+            self._hand_few(ids.tolist(), old, new)
+            return 0
+        first = _run(ids, n)
+        if first and self.owner.count(old, first, first + n) == n:
+            self.owner[first : first + n] = _MARKS[new] * n
+            return first
+        at = self._owned(ids, old)
+        if new == FREE:
+            self._different(ids, at)
+        self._owner[at] = new
+        return 0
+
+    def _hand_few(self, pages: list[int], old: int, new: int) -> None:
         owners = self.owner
-        if min(pages) < 0 or max(pages) > self.capacity:
-            self._complain(next(page for page in pages if not 0 < page <= self.capacity), old)
         for page in pages:
-            if owners[page] != old:
+            if not 0 < page <= self.capacity or owners[page] != old:
                 self._complain(page, old)
+        if new == FREE and len(set(pages)) < len(pages):
+            self._twice()
         for page in pages:
             owners[page] = new
 
@@ -194,69 +221,79 @@ class PagePool:
 
     def read(self, ids: Ids) -> None:
         """One more reader for each of `ids`, which must be different pages."""
-        if len(ids) <= _FEW:
-            reads, owners, seen = self._reads, self.owner, 0
+        n = len(ids)
+        if n <= _FEW:
             for page in ids.tolist():
-                count = reads[page]
-                reads[page] = count + 1
-                if not count and owners[page] == TREE:
-                    seen += 1
+                self.read_one(page)
+            return
+        first = _run(ids, n)
+        if first and self.owner.count(TREE, first, first + n) == n:
+            readers = self.readers[first : first + n]
             if self.by_page:
-                self.idle -= seen
+                self.idle -= readers.tolist().count(0)
+            readers += 1
             return
         at = ids.astype(np.intp)
         before = self.readers[at]
-        if self.by_page:
-            self.idle -= int(np.count_nonzero((before == 0) & (self._owner[at] == TREE)))
         self.readers[at] = before + 1
+        if self.by_page:
+            self.idle -= self._owner[at[before == 0]].tobytes().count(TREE)
 
     def unread(self, ids: Ids) -> bool:
         """One reader less for each of `ids`; unhooked ones that nobody reads now are freed. Returns whether one of
         them became idle, so that eviction should hear of it."""
-        if len(ids) <= _FEW:
+        n = len(ids)
+        if n <= _FEW:
             return self._unread_few(ids.tolist())
+        first = _run(ids, n)
+        if first and self.owner.count(TREE, first, first + n) == n:
+            readers = self.readers[first : first + n]
+            before = readers.tolist()
+            if 0 in before:
+                self._unread_by_nobody(first + before.index(0))
+            readers -= 1
+            idle = before.count(1) if self.by_page else 0
+        else:
+            idle = self._unread_scattered(ids)
+        self.idle += idle
+        return idle > 0
+
+    def _unread_few(self, pages: list[int]) -> bool:
+        for page in pages:
+            if self._reads[page] < 1:
+                self._unread_by_nobody(page)
+        idle = False
+        for page in pages:
+            idle |= self.unread_one(page)
+        return idle
+
+    def _unread_scattered(self, ids: Ids) -> int:
         at = ids.astype(np.intp)
         counts = self.readers[at] - 1
         if int(counts.min()) < 0:
             self._unread_by_nobody(int(ids[counts < 0][0]))
         self.readers[at] = counts
-        owners = self._owner[at][counts == 0].tobytes()
+        owners = self._owner[at[counts == 0]].tobytes()
         if UNHOOKED in owners:
             self.release(ids[(counts == 0) & (self._owner[at] == UNHOOKED)], UNHOOKED)
-        idle = owners.count(TREE) if self.by_page else 0
-        self.idle += idle
-        return idle > 0
-
-    def _unread_few(self, pages: list[int]) -> bool:
-        reads, owners = self._reads, self.owner
-        for page in pages:
-            if reads[page] < 1:
-                self._unread_by_nobody(page)
-        idle = 0
-        for page in pages:
-            count = reads[page] = reads[page] - 1
-            if not count:
-                if owners[page] == TREE:
-                    idle += 1
-                elif owners[page] == UNHOOKED:
-                    self.release_one(page, UNHOOKED)
-        if not self.by_page:
-            return False
-        self.idle += idle
-        return idle > 0
+        return owners.count(TREE) if self.by_page else 0
 
     def _unread_by_nobody(self, page: int) -> None:
         raise PoolError(f"{self.name}: page {page} has no reader to leave")
 
     def share(self, ids: Ids) -> None:
         """A lease hands pages to the tree and goes on reading them."""
-        self.move(ids, LEASE, TREE)
-        if len(ids) <= _FEW:
-            reads = self._reads
+        n = len(ids)
+        first = self._hand(ids, n, LEASE, TREE)
+        if n <= _FEW:
             for page in ids.tolist():
-                reads[page] += 1
+                self._reads[page] += 1
+        elif first:
+            self.readers[first : first + n] += 1
         else:
             self.readers[ids.astype(np.intp)] += 1
+        self.counts[LEASE] -= n
+        self.counts[TREE] += n
 
     def free_ids(self) -> Ids:
         ids: Ids = self._stack[self._low :].copy()
@@ -275,10 +312,10 @@ class PagePool:
                     self._complain(page, owner)
         return at
 
-    def _different(self, n: int, at: npt.NDArray[np.intp]) -> None:
+    def _different(self, ids: Ids, at: npt.NDArray[np.intp]) -> None:
         if self._scratch is None:
             self._scratch = np.zeros(self.capacity + 1, np.int32)
-        order = np.arange(n, dtype=np.int32)
+        order = np.arange(len(ids), dtype=np.int32)
         self._scratch[at] = order
         if 1 in (self._scratch[at] != order).tobytes():
             self._twice()
