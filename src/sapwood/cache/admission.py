@@ -161,7 +161,8 @@ class Desk:
         tree, room = self.tree, self.room
         wish = self.wish(match, upto)
         sibling = match.sibling
-        if not room.has(DEVICE, wish.need):
+        fits = room.has(DEVICE, wish.need)
+        if not fits:
             less = self._less(match, wish)
             if not room.can_make(DEVICE, wish.need, less):
                 return None
@@ -172,8 +173,8 @@ class Desk:
         lease = self._open(match, wish)
         if sibling is not None:
             self._hold_sibling(lease, sibling)
-        # Everything it reads is held: what is evicted now is somebody else's.
-        room.make(DEVICE, wish.need)
+        if not fits:  # everything it reads is held: what is evicted now is somebody else's
+            room.make(DEVICE, wish.need)
         operation = None
         if wish.load or wish.joined:
             columns = [c for c, _ in wish.load.values()]

@@ -60,7 +60,10 @@ def _digest_above(tree: Tree, node: Node) -> bytes | None:
     assert parent is not None
     if parent.parent is None:
         return None
-    return bytes(ensure_hashes(parent, parent.n, tree.page_bytes)[-32:])
+    hashes = parent.hashes
+    if hashes is None or len(hashes) < 32 * parent.n:
+        hashes = ensure_hashes(parent, parent.n, tree.page_bytes)
+    return bytes(hashes[-32:])
 
 
 def tell_removed(tree: Tree, node: Node, tier: int, columns: range | Ids) -> None:

@@ -204,9 +204,8 @@ class HybridPrefixCache:
             if more > 0:
                 need[g] = more
         if need:
-            if not self._room.can_make(DEVICE, need):
+            if not self._room.made(DEVICE, need):
                 return False
-            self._room.make(DEVICE, need)
             self._desk.extend(lease, need)
         return True
 
@@ -217,10 +216,8 @@ class HybridPrefixCache:
         tree = self._tree
         n = len(leases)
         paged = tree.paged
-        need = dict.fromkeys(paged, n)
-        if not self._room.can_make(DEVICE, need):
+        if not self._room.made(DEVICE, dict.fromkeys(paged, n)):
             return None
-        self._room.make(DEVICE, need)
         grown = {}
         for g in paged:
             ids = tree.pools[DEVICE][g].allocate(n, LEASE)

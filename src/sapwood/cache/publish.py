@@ -74,18 +74,17 @@ class Publisher:
         moved: dict[int, list[bytearray]] = {g: [] for g in closed + loose}
         fallen: list[tuple[Lease, list[tuple[int, int]]]] = []
         quiet = not (tree.hashing or tree.has_host)
+        told = closed or not tree.announcing or tree.told in loose
         for at, lease in enumerate(leases):
             if lease.detached or not lease.writes:
                 continue
             page = pages[at * size : (at + 1) * size]
-            node, depth = lease.node, lease.depth
+            node, depth, upto = lease.node, lease.depth, lease.upto
             copy = node.device
-            if (
-                type(node.edge) is not bytearray
-                or not self.can_grow(node)
-                or (loose and [lease.upto[g] for g in loose] != [depth] * len(loose))
-                or (tree.announcing and not closed and tree.told not in loose)
-            ):
+            grows = type(node.edge) is bytearray and told and self.can_grow(node)
+            for g in loose:
+                grows = grows and upto[g] == depth
+            if not grows:
                 duplicates = self.publish(lease, page, depth, depth + 1, None, 0)
                 if duplicates:
                     fallen.append((lease, duplicates))
@@ -95,20 +94,18 @@ class Publisher:
             node.crc = None
             if closed:
                 copy.count += 1
-            for g in closed:
+            for g, parts in moved.items():
                 one = lease.tables[g][4 * depth : 4 * depth + 4]
-                copy.pages[g] += one
-                moved[g].append(one)
-                lease.upto[g] = depth + 1
-            for g in loose:
-                one = lease.tables[g][4 * depth : 4 * depth + 4]
+                parts.append(one)
+                upto[g] = depth + 1
+                if g in closed:
+                    copy.pages[g] += one
+                    continue
                 if copy.pages[g] is None:
                     copy.pages[g] = bytearray(4 * (node.n - 1))
                 copy.pages[g] += one
                 if node.host is not None and node.host.pages[g] is not None:
-                    node.host.pages[g] += b"\0\0\0\0"
-                moved[g].append(one)
-                lease.upto[g] = depth + 1
+                    node.host.pages[g] += HOLE
             lease.depth = depth + 1
             if not quiet:
                 self._row_is_real(lease, node, depth)

@@ -35,6 +35,15 @@ class Room:
                 return False
         return True
 
+    def made(self, tier: int, need: Mapping[int, int]) -> bool:
+        """`make` if it would succeed; else False, with nothing changed."""
+        if self.has(tier, need):
+            return True
+        if not self.can_make(tier, need):
+            return False
+        self.make(tier, need)
+        return True
+
     def make(self, tier: int, need: Mapping[int, int]) -> None:
         """Evict until every group has its pages free. Closed groups first: what falls with them helps the others."""
         if self.has(tier, need):

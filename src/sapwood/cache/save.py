@@ -68,9 +68,7 @@ class Saves:
             if len(ids):
                 kept[HOST, g] = ids
         holder = hold(tree, node, (HOST,), (0, last), kept)
-        fits = self.room.can_make(HOST, need)
-        if fits:
-            self.room.make(HOST, need)
+        fits = self.room.made(HOST, need)
         holder.let_go(tree)
         return fits
 

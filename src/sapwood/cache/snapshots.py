@@ -86,9 +86,7 @@ class Snapshots:
         old = {} if place is None else {g: place.device.pages[g] for g in tree.slots if place.device.pages[g]}
         for g, slot in old.items():
             tree.pools[DEVICE][g].read_one(slot)
-        fits = self.room.can_make(DEVICE, need)
-        if fits:
-            self.room.make(DEVICE, need)
+        fits = self.room.made(DEVICE, need)
         self.follower.unseed(old, place)
         return fits
 
