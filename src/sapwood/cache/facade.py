@@ -202,15 +202,16 @@ class HybridPrefixCache:
     def grow(self, lease: Lease, upto: int) -> bool:
         """Private pages for the tokens up to `upto`, in every group or (False, nothing changed) in none."""
         self._seated(lease)
-        tree = self._tree
         columns = -(-upto // self.page_size)
-        if all(4 * columns <= len(lease.tables[g]) for g in tree.paged):
-            return True
-        need = {g: max(0, columns - len(lease.tables[g]) // 4) for g in tree.paged}
-        if not self._room.can_make(DEVICE, need):
-            return False
-        self._room.make(DEVICE, need)
-        self._desk.extend(lease, upto)
+        need = {}
+        for g in self._tree.paged:
+            more = columns - len(lease.tables[g]) // 4
+            if more > 0:
+                need[g] = more
+        if need:
+            if not self._room.made(DEVICE, need):
+                return False
+            self._desk.extend(lease, need)
         return True
 
     def grow_rows(self, leases: Sequence[Lease]) -> dict[str, Ids] | None:
@@ -220,10 +221,8 @@ class HybridPrefixCache:
         tree = self._tree
         n = len(leases)
         paged = tree.paged
-        need = dict.fromkeys(paged, n)
-        if not self._room.can_make(DEVICE, need):
+        if not self._room.made(DEVICE, dict.fromkeys(paged, n)):
             return None
-        self._room.make(DEVICE, need)
         grown = {}
         for g in paged:
             ids = tree.pools[DEVICE][g].allocate(n, LEASE)
@@ -509,13 +508,13 @@ class HybridPrefixCache:
             raise ValueError("this lease has ended; match and admit the request again")
 
     def _seated(self, lease: Lease) -> None:
-        self._live(lease)
-        if lease.waits:
+        if lease not in self._leases or lease.waits:
+            self._live(lease)
             raise ValueError("this lease waits for a load; go on after load_done")
 
     def _has_pages(self, lease: Lease, pages: int) -> None:
         """What is published must be in the lease's tables."""
         for g in self._tree.paged:
-            have = len(lease.tables[g]) // 4
-            if have < pages:
+            if len(lease.tables[g]) < 4 * pages:
+                have = len(lease.tables[g]) // 4
                 raise ValueError(f"the lease has {have} pages of group {self.groups[g].name!r}, cannot publish {pages}")
