@@ -104,14 +104,15 @@ class Fuzz:
         page = self.config.page_size
         self.limit = min(limits) * page if limits else 0
         longest = min(self.limit or 1 << 30, _LONGEST * max(page, 8))
-        self.traffic = Traffic(rng.getrandbits(32), page, longest, self.executor.double.vocabulary)
+        crowded = not self.config.headroom
+        self.traffic = Traffic(rng.getrandbits(32), page, longest, self.executor.double.vocabulary, crowded)
         self.replay = Replay(self.cache)
 
-        self.load = rng.choice([0.15, 0.4, 1.0])  # arrivals a round
-        self.backlog = rng.choice([3, 10, 25])
+        self.load = rng.choice([0.4, 1.0] if crowded else [0.15, 0.4, 1.0])  # arrivals a round
+        self.backlog = rng.choice([10, 25] if crowded else [3, 10, 25])
         self.failing = rng.choice([0.0, 0.0, 0.02, 0.1])
         self.poison = rng.choice([0.0, 0.0, 0.03])
-        self.trouble = rng.choice([0.0, 0.05, 0.3])  # aborts and the like, a round
+        self.trouble = rng.choice([0.0, 0.05, 0.1 if crowded else 0.3])  # aborts and the like, a round
         self.unloads = rng.choice([0.0, 0.0, 0.01, 0.05])
 
         self.live: dict[str, _Request] = {}
