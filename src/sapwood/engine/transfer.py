@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -34,15 +34,6 @@ class Part(NamedTuple):
     group: str
     sources: Ids
     targets: Ids
-
-    def runs(self) -> list[tuple[int, int, int]]:
-        """(source, target, how many) of each run in which both ids count up by one."""
-        return runs(self.sources, self.targets)
-
-    def cut(self, length: int) -> Iterator[Part]:
-        """The same in parts of at most `length` pages."""
-        for at in range(0, len(self.sources), length):
-            yield Part(self.group, self.sources[at : at + length], self.targets[at : at + length])
 
 
 class Refusal(ValueError):
@@ -182,24 +173,27 @@ class Mover(ABC):
                 continue
             if sources.dtype.kind not in "iu" or targets.dtype.kind not in "iu":
                 raise Refusal(f"group {group!r}: page ids are {sources.dtype} and {targets.dtype}, not integers")
-            part = sources != 0
-            if (part != (targets != 0)).any():
-                raise Refusal(f"group {group!r}: a page has a source or a target only")
-            if not part.all():
+            if np.count_nonzero(sources) < len(sources) or np.count_nonzero(targets) < len(targets):
+                part = sources != 0
+                if (part != (targets != 0)).any():
+                    raise Refusal(f"group {group!r}: a page has a source or a target only")
                 sources, targets = sources[part], targets[part]
                 if not len(sources):
                     continue
-            for what, ids, limit in (("source", sources, from_limit), ("target", targets, to_limit)):
-                low, high = int(ids.min()), int(ids.max())
-                if low < 0 or high > limit:
-                    raise Refusal(f"group {group!r}: {what} page {low if low < 0 else high} is not one of 1 to {limit}")
-            if len(targets) > 1:
-                ordered = np.sort(targets)
-                twice = ordered[1:] == ordered[:-1]
-                if twice.any():
-                    raise Refusal(f"group {group!r}: target page {int(ordered[1:][twice][0])} comes twice")
+            self._within(group, "source", sources, from_limit)
+            ordered = self._within(group, "target", targets, to_limit)
+            if len(ordered) > 1 and (twice := ordered[1:] == ordered[:-1]).any():
+                raise Refusal(f"group {group!r}: target page {int(ordered[1:][twice][0])} comes twice")
             parts.append(Part(group, sources, targets))
         return parts
+
+    def _within(self, group: str, what: str, ids: Ids, limit: int) -> Ids:
+        """The ids in order, if all of them are there."""
+        ordered = ids if len(ids) == 1 else np.sort(ids)
+        low, high = int(ordered[0]), int(ordered[-1])
+        if low < 0 or high > limit:
+            raise Refusal(f"group {group!r}: {what} page {low if low < 0 else high} is not one of 1 to {limit}")
+        return ordered
 
 
 class NumpyMover(Mover):
@@ -227,11 +221,10 @@ class NumpyMover(Mover):
             self._end(op)
 
     def _move(self, kind: Kind, part: Part) -> None:
-        stretches = part.runs()
-        long = len(part.sources) * self.device.page_bytes[part.group] >= LONG_RUN * len(stretches)
+        stretches = long_runs(part.sources, part.targets, self.device.page_bytes[part.group], LONG_RUN)
         for device, host in self._pairs[part.group]:
             there, here = (device, host) if kind == "save" else (host, device)
-            if long:
+            if stretches:
                 for source, target, n in stretches:
                     here[target : target + n] = there[source : source + n]
                 self._counts["copies"] += len(stretches)
@@ -264,13 +257,17 @@ def told(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split()):.500}"
 
 
-def runs(sources: Ids, targets: Ids) -> list[tuple[int, int, int]]:
-    """(source, target, how many) of each run in which both ids count up by one."""
-    if len(sources) == 1:
-        return [(int(sources[0]), int(targets[0]), 1)]
+def long_runs(sources: Ids, targets: Ids, page_bytes: int, least: int) -> list[tuple[int, int, int]]:
+    """(source, target, how many) of each run in which both ids count up by one, if these have `least` bytes on average;
+    else none."""
+    n = len(sources)
+    if n == 1:
+        return [(int(sources[0]), int(targets[0]), 1)] if page_bytes >= least else []
     ends = np.flatnonzero((sources[1:] - sources[:-1] != 1) | (targets[1:] - targets[:-1] != 1)) + 1
+    if n * page_bytes < least * (len(ends) + 1):
+        return []
     begins = np.concatenate(([0], ends))
-    lengths = np.diff(begins, append=len(sources))
+    lengths = np.diff(begins, append=n)
     return list(zip(sources[begins].tolist(), targets[begins].tolist(), lengths.tolist(), strict=True))
 
 

@@ -19,13 +19,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from sapwood.cache import CacheGroup
 
 from .arena import Block, Bytes, DeviceArena, HostArena, fold
-from .transfer import Ids, Kind, Mover, Part, told
+from .transfer import Ids, Kind, Mover, Part, long_runs, told
 
 STAGING = 32 << 20  # bytes each way: what is gathered before it is copied
 LONG_RUN = {"cpu": 32 << 10, "cuda": 512 << 10}  # bytes a run, from which on runs are copied one by one
@@ -103,7 +104,16 @@ class _Group(NamedTuple):
     blocks: list[Block]  # rows [pages + 1, planes, words], offsets in words
     host: Tensor  # [host pages + 1, words], for copies
     reached: Tensor  # the same memory as the device's kernels see it
-    words: int  # of a page
+    nbytes: int  # of a page
+
+
+class _Flight(NamedTuple):
+    """An operation under way: why it failed, if it did, its event, and the pinned memory its ids came from."""
+
+    op: int
+    reason: str
+    event: torch.cuda.Event
+    ids: Tensor | None
 
 
 class _Lane:
@@ -111,15 +121,18 @@ class _Lane:
 
     def __init__(self, device: torch.device, staging: int) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        with self.entered():
+        self.current = torch.cuda.stream(self.stream) if self.stream else contextlib.nullcontext()
+        with torch.inference_mode(), self.current:
             self.staging = torch.empty(staging, dtype=torch.uint8, device=device)
-        self.pending: deque[tuple[int, str, torch.cuda.Event]] = deque()
+        self.pending: deque[_Flight] = deque()
+        self.spare: list[Tensor] = []  # pinned memory for ids that nobody reads any more
 
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        # Inference mode: the engine's memory may have been made in it, and then is written in it only.
-        with torch.inference_mode(), torch.cuda.stream(self.stream) if self.stream else contextlib.nullcontext():
-            yield
+    def buffer(self, n: int) -> Tensor:
+        """Pinned memory for `n` ids. Kept, and not torch's, which is slow to give any while copies are under way."""
+        for i, spare in enumerate(self.spare):
+            if len(spare) >= n:
+                return self.spare.pop(i)
+        return torch.empty(max(1024, 1 << (n - 1).bit_length()), dtype=torch.int64, pin_memory=True)
 
 
 class TorchMover(Mover):
@@ -151,43 +164,53 @@ class TorchMover(Mover):
         move = self._save if kind == "save" else self._load
         reason = ""
         event: torch.cuda.Event | None = None
+        pinned: Tensor | None = None
         try:
             if lane.stream and kind == "save":
-                lane.stream.wait_stream(torch.cuda.current_stream(self._device))
-            with lane.entered():
+                lane.stream.wait_stream(torch.cuda.current_stream(lane.stream.device_index))
+            # Inference mode: the engine's memory may have been made in it, and then is written in it only.
+            with torch.inference_mode(), lane.current:
+                ids = torch.from_numpy(_columns(parts))
+                if lane.stream:
+                    pinned = lane.buffer(len(ids))
+                    ids = pinned[: len(ids)].copy_(ids).to(self._device, non_blocking=True)
                 for part in parts:
-                    move(lane, part)
+                    n = len(part.sources)
+                    move(lane, part, ids[:n], ids[n : 2 * n])
+                    ids = ids[2 * n :]
         except Exception as error:  # whatever it is, the step loop goes on
             reason = told(error)
         if lane.stream:
             try:
-                event = torch.cuda.Event(blocking=True)
+                event = torch.cuda.Event()
                 event.record(lane.stream)
             except Exception as error:  # the device is gone: nothing writes any more
                 reason, event = reason or told(error), None
         if event is None:
             self._end(op, reason)
         else:
-            lane.pending.append((op, reason, event))
+            lane.pending.append(_Flight(op, reason, event, pinned))
 
     def _advance(self) -> None:
         for lane in self._lanes.values():
             while lane.pending:
-                op, reason, event = lane.pending[0]
+                op, reason, event, pinned = lane.pending[0]
                 try:
                     if not event.query():
                         break
                 except Exception as error:
                     reason = reason or told(error)
                 lane.pending.popleft()
+                if pinned is not None:
+                    lane.spare.append(pinned)
                 self._end(op, reason)
 
     def _block(self, op: int) -> None:
         for lane in self._lanes.values():
-            for other, _, event in lane.pending:
-                if other == op:
+            for flight in lane.pending:
+                if flight.op == op:
                     with contextlib.suppress(Exception):  # `_advance` asks again, and tells
-                        event.synchronize()
+                        flight.event.synchronize()
         self._advance()
 
     def close(self) -> None:
@@ -195,81 +218,69 @@ class TorchMover(Mover):
         for lane in self._lanes.values():
             lane.staging = torch.empty(0)
 
-    # ---- one group's pages, on the lane's stream
+    # ---- one group's pages, on the lane's stream; `sources` and `targets` are the part's ids on the device
 
-    def _save(self, lane: _Lane, part: Part) -> None:
+    def _save(self, lane: _Lane, part: Part, sources: Tensor, targets: Tensor) -> None:
         group = self._groups[part.group]
         if stretches := self._direct(group, part):
             rows = group.blocks[0].rows[:, 0]
             for source, target, n in stretches:
-                group.host[target : target + n].copy_(rows[source : source + n], non_blocking=True)
+                group.host.narrow(0, target, n).copy_(rows.narrow(0, source, n), non_blocking=True)
             return
-        for some in part.cut(self._at_once(lane, group)):
-            staging = self._staging(lane, group, len(some.sources))
-            sources, targets = self._ids(some)
+        for low, high, staging in self._rounds(lane, group, len(part.sources)):
             for block in group.blocks:
-                torch.index_select(block.rows, 0, sources, out=_within(staging, block))
-                self._counts["copies"] += 1
-            if stretches := self._long(group, _enumerated(some.targets)):
+                torch.index_select(block.rows, 0, sources[low:high], out=_within(staging, block))
+            if stretches := self._neighbours(group, part.targets[low:high]):
                 for at, target, n in stretches:
-                    group.host[target : target + n].copy_(staging[at : at + n], non_blocking=True)
+                    group.host.narrow(0, target, n).copy_(staging.narrow(0, at, n), non_blocking=True)
             else:
-                group.reached.index_copy_(0, targets, staging)
-                self._counts["copies"] += 1
+                group.reached.index_copy_(0, targets[low:high], staging)
 
-    def _load(self, lane: _Lane, part: Part) -> None:
+    def _load(self, lane: _Lane, part: Part, sources: Tensor, targets: Tensor) -> None:
         group = self._groups[part.group]
         if stretches := self._direct(group, part):
             rows = group.blocks[0].rows[:, 0]
             for source, target, n in stretches:
-                rows[target : target + n].copy_(group.host[source : source + n], non_blocking=True)
+                rows.narrow(0, target, n).copy_(group.host.narrow(0, source, n), non_blocking=True)
             return
-        for some in part.cut(self._at_once(lane, group)):
-            staging = self._staging(lane, group, len(some.sources))
-            sources, targets = self._ids(some)
-            if stretches := self._long(group, _enumerated(some.sources)):
+        for low, high, staging in self._rounds(lane, group, len(part.sources)):
+            if stretches := self._neighbours(group, part.sources[low:high]):
                 for at, source, n in stretches:
-                    staging[at : at + n].copy_(group.host[source : source + n], non_blocking=True)
+                    staging.narrow(0, at, n).copy_(group.host.narrow(0, source, n), non_blocking=True)
             else:
-                torch.index_select(group.reached, 0, sources, out=staging)
-                self._counts["copies"] += 1
+                torch.index_select(group.reached, 0, sources[low:high], out=staging)
             for block in group.blocks:
-                block.rows.index_copy_(0, targets, _within(staging, block))
-                self._counts["copies"] += 1
+                block.rows.index_copy_(0, targets[low:high], _within(staging, block))
 
     def _direct(self, group: _Group, part: Part) -> list[tuple[int, int, int]]:
         """Runs to be copied from page to page without staging: long ones, of pages that are one piece on the device."""
         if len(group.blocks) > 1 or group.blocks[0].rows.shape[1] > 1:
             return []
-        return self._long(group, part)
+        return self._long(group, part.sources, part.targets)
 
-    def _long(self, group: _Group, part: Part) -> list[tuple[int, int, int]]:
-        """The runs of a part, if they are long enough to be copied one by one; else none."""
-        stretches = part.runs()
-        nbytes = len(part.sources) * group.words * group.host.itemsize
-        if nbytes < LONG_RUN[self._device.type] * len(stretches):
-            return []
+    def _neighbours(self, group: _Group, ids: Ids) -> list[tuple[int, int, int]]:
+        """Runs of neighbours on host, if they are long: (where in staging, host page, how many)."""
+        stretches = self._long(group, np.arange(len(ids), dtype=ids.dtype), ids)
+        self._counts["copies"] += len(group.blocks) + (not stretches)
+        return stretches
+
+    def _long(self, group: _Group, sources: Ids, targets: Ids) -> list[tuple[int, int, int]]:
+        stretches = long_runs(sources, targets, group.nbytes, LONG_RUN[self._device.type])
         self._counts["copies"] += len(stretches)
         return stretches
 
-    def _at_once(self, lane: _Lane, group: _Group) -> int:
-        return lane.staging.numel() // (group.words * group.host.itemsize)
-
-    def _staging(self, lane: _Lane, group: _Group, pages: int) -> Tensor:
-        nbytes = pages * group.words * group.host.itemsize
-        return lane.staging[:nbytes].view(group.host.dtype).view(pages, group.words)
-
-    def _ids(self, part: Part) -> tuple[Tensor, Tensor]:
-        """Both columns of ids on the device, in one copy that nobody waits for."""
-        both = torch.from_numpy(np.stack((part.sources, part.targets)).astype(np.int64))
-        if self._device.type == "cuda":
-            both = both.pin_memory().to(self._device, non_blocking=True)
-        return both[0], both[1]
+    def _rounds(self, lane: _Lane, group: _Group, pages: int) -> Iterator[tuple[int, int, Tensor]]:
+        """Pages [low, high) of a part, as many as staging has room for, and that room: [high - low, words]."""
+        step = lane.staging.numel() // group.nbytes
+        for low in range(0, pages, step):
+            high = min(low + step, pages)
+            room = lane.staging[: (high - low) * group.nbytes].view(group.host.dtype)
+            yield low, high, room.view(high - low, -1)
 
 
-def _enumerated(ids: Ids) -> Part:
-    """Pages 0, 1, 2 ... of staging with the ids they come from or go to: their runs are runs of neighbours on host."""
-    return Part("", np.arange(len(ids), dtype=ids.dtype), ids)
+def _columns(parts: list[Part]) -> npt.NDArray[np.int64]:
+    """All ids of an operation: the sources and the targets of each part in turn."""
+    return np.concatenate([[], *(column for part in parts for column in part[1:])], dtype=np.int64, casting="unsafe")
 
 
 def _within(staging: Tensor, block: Block) -> Tensor:
@@ -289,7 +300,7 @@ def _in_words(blocks: list[Block], pages: Bytes, device: torch.device) -> _Group
         [Block(rows.view(word), offset // word.itemsize) for rows, offset in blocks],
         host.view(word),
         reached.view(word),
-        pages.shape[1] // word.itemsize,
+        pages.shape[1],
     )
 
 
