@@ -132,7 +132,7 @@ def _beside(mine: Rows, its: Taken, other: Rows | None = None, theirs: Taken | N
     if isinstance(other, Theirs) and theirs is not None:
         scale = theirs.scaled / theirs.seconds
         made = [fmean(other.making[at : at + PAGE]) for at in range(PAGE, len(other.making), PAGE)]
-        text += f"; C++ {other.told(scale)}; {its.over(theirs.plus(made)):.3g} with its events made"
+        text += f"; C++ {other.told(scale)}; means with its events made: {its.over(theirs.plus(made)):.3g}"
     return text
 
 
