@@ -23,8 +23,9 @@ SPACES = [Namespace(), adapter("a"), Namespace(salt="tenant"), adapter("b")]
 def story(layout: str, together: bool) -> str:
     """A crowd in little memory, with adapters, priorities, aborts, failures and an adapter that is unloaded: the digest
     of everything that was planned and told."""
+    policy = "fcfs" if layout == "full" else "prefix"
     groups = groups_of(layout, 4, pages=40, slots=5, windows=24)
-    run = Run(*groups, page=4, budget=21, batch=6, max_loras=1, headroom=4, policy="prefix", events=True)
+    run = Run(*groups, page=4, budget=21, batch=6, max_loras=1, headroom=4, policy=policy, events=True, every=9)
     said = hashlib.sha256()
     for wave in range(4):
         specs = [

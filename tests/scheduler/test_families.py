@@ -62,7 +62,9 @@ def test_f04_one_slot_serves_one_after_the_other(layout):
     Mutation: `Desk.admit_from_zero` gives up.
     """
     run = Run(*groups_of(layout, 16, pages=100, slots=1))
-    run.submit_all([RequestSpec(f"r{n}", toks(1, 48 + n % 2), 5) for n in range(5)])
+    run.submit_all([RequestSpec(f"r{n}", toks(1, 48 + 5 * (n % 2)), 1 + 4 * (n % 2)) for n in range(5)])
+    run.step(2)  # r0 ends at a page end: its slot is a snapshot now, which r1 could start from with a second slot
+    assert run.step()[0].id == "r1"
     run.idle().right_answers()
     assert run.first_rows() == [f"r{n}" for n in range(5)]
     assert all(len(rows) == 1 for rows in run.rows)
@@ -156,7 +158,7 @@ def test_f15_a_snapshot_that_is_about_to_be_copied_stays(layout):
 def test_f15_a_step_with_a_copy_fails(layout):
     """The step that copies a snapshot fails: the snapshot is still there, and the row starts from it again.
 
-    Mutation: `Snapshots.opening` does not hand the snapshot to the flight.
+    Mutation: `Follower.reseed` leaves the lease opened (its state would go on as garbage).
     """
     run = Run(*groups_of(layout, 16, pages=100, slots=4))
     prompt = toks(1, 40)

@@ -159,10 +159,13 @@ def test_p05_the_same_tokens_with_sharing_on_and_off(layout, page):
     page late (the cache and the executor would agree on too little).
     """
     system = toks(1, 4 * page + 3)
-    specs = [RequestSpec(f"r{n}", system[: len(system) - n % 3] + toks(2 + n % 4, 1 + n), page + 4) for n in range(5)]
+    specs = [
+        RequestSpec(f"r{n}", system[: len(system) - n % 3] + toks(2 + n % 4, 1 + n), min(page, 24) + 4)
+        for n in range(4)
+    ]
     said = []
     for caching in (True, False):
-        run = Run(*groups_of(layout, page, pages=200), page=page, budget=3 * page + 2, prefix_caching=caching)
+        run = Run(*groups_of(layout, page, pages=200), page=page, budget=3 * page + 2, prefix_caching=caching, every=3)
         for spec in specs:
             run.submit_all([spec])
             reads_of(run, run.plan())
@@ -214,7 +217,7 @@ def test_p06_random_prompts_in_small_window_pools(layout):
     Mutation: `Family.deepest` looks at the last page of its window only.
     """
     rng = random.Random(layout)
-    run = Run(*groups_of(layout, 4, pages=120, slots=6, windows=9), page=4, budget=40, batch=6)
+    run = Run(*groups_of(layout, 4, pages=120, slots=6, windows=9), page=4, budget=40, batch=6, every=2)
     bodies = [toks(1, 60), toks(2, 60)]
     for n in range(30):
         body = rng.choice(bodies)
@@ -433,7 +436,7 @@ def test_m05_cached_is_what_was_really_adopted(layout, pages):
     Mutation: `Request.begins_at` counts from 0 and not from where the request has been (twice after a retraction).
     """
     rng = random.Random(pages)
-    run = Run(*groups_of(layout, 16, pages=pages, slots=4), headroom=0, budget=40, batch=5)
+    run = Run(*groups_of(layout, 16, pages=pages, slots=4), headroom=0, budget=40, batch=5, every=3)
     bodies = [toks(1, 80)]
     for n in range(24):
         body = rng.choice(bodies)
