@@ -93,14 +93,14 @@ class Desk:
             need[g] += len(wanted)
         return Wish(depth, spans, tables, load, joined, seeds, need)
 
-    def _less(self, match: Match, wish: Wish) -> dict[int, int]:
+    def _less(self, match: Match, wish: Wish, need: dict[int, int]) -> dict[int, int]:
         """By group: device pages that eviction could have taken, and that this admission is going to read."""
         tree = self.tree
         pinned = self._would_pin(match.path, wish.depth)
         less = dict.fromkeys(tree.closed, pinned)
         for g in tree.loose:
-            if wish.need[g] <= tree.pools[DEVICE][g].free and match.sibling is None:
-                continue  # nobody will ask
+            if need[g] <= tree.pools[DEVICE][g].free and match.sibling is None:
+                continue  # it is there without eviction
             ids = present(wish.tables[g])
             less[g] = int(np.count_nonzero(tree.pools[DEVICE][g].readers[ids] == 0))
         for g in tree.slots:
@@ -177,7 +177,7 @@ class Desk:
         sibling = match.sibling
         fits = room.has(DEVICE, need)
         if not fits:
-            less = self._less(match, wish)
+            less = self._less(match, wish, need)
             if not room.can_make(DEVICE, need, less):
                 fewer = self._shrunk(match, wish, upto, keep, less)
                 return self.admit(match, fewer, keep) if fewer else None
@@ -222,7 +222,7 @@ class Desk:
         tree, size = self.tree, self.tree.page_size
         fewer = upto
         for g in tree.loose:
-            there = self.room.available(DEVICE, g) - less[g] - keep.rows
+            there = self.room.available(DEVICE, g) - less.get(g, 0) - keep.rows
             fewer = min(fewer, (len(wish.tables[g]) // 4 + there) * size)
         return fewer if match.start + keep.least <= fewer < upto else 0
 
