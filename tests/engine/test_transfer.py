@@ -314,7 +314,7 @@ def test_random_saves_and_loads_beside_each_other(backend, way, seed):
     """Random operations of both kinds, several under way, polled now and then, some of them wrong; pages are used again
     as soon as they are told of. At the end every byte is where the story says.
 
-    Mutation: an operation is told of before its bytes are there; saves and loads share one staging buffer.
+    Mutation: all groups of an operation are moved with the ids of its first.
     """
     world = World(backend, "hybrid", pages=60, host_pages=80, seed=seed)
     random = world.random
