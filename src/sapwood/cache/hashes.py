@@ -57,8 +57,8 @@ def _extend(node: Node, upto: int, page_bytes: int) -> bytearray:
     assert above is not None
     if hashes:
         have = len(hashes) // 32
-        hashes += chain(bytes(hashes[-32:]), node.edge[have * page_bytes : upto * page_bytes], page_bytes)
+        hashes += chain(bytes(hashes[-32:]), memoryview(node.edge)[have * page_bytes : upto * page_bytes], page_bytes)
         return hashes
     parent = node.root.digest if not above.hashes else bytes(above.hashes[-32:])
-    node.hashes = hashes = chain(parent, node.edge[: upto * page_bytes], page_bytes)
+    node.hashes = hashes = chain(parent, memoryview(node.edge)[: upto * page_bytes], page_bytes)
     return hashes
