@@ -52,7 +52,7 @@ class Layout:
 
     def _full(self, rng: Random, name: str) -> CacheGroup:
         pages = rng.choice([1, 2, 3] if self.tiny else [5, 7, 12, 40])
-        return CacheGroup(name, "full", pages * max(1, 16 // self.page))
+        return CacheGroup(name, "full", pages * max(1, 8 // self.page))
 
     def _window(self, rng: Random, name: str) -> CacheGroup:
         page = self.page
@@ -60,7 +60,7 @@ class Layout:
         if set(self.families) == {"window"}:
             window = max(2, window)  # a model of windows of 1 reads nothing: any boundary serves, computed or not
         spare = rng.choice([0, 1] if self.tiny else [0, 3, 9, 30])
-        return CacheGroup(name, "window", -(-window // page) + 2 + spare * max(1, 16 // page), window=window)
+        return CacheGroup(name, "window", -(-window // page) + 2 + spare * max(1, 8 // page), window=window)
 
     def _state(self, rng: Random, name: str) -> CacheGroup:
         return CacheGroup(name, "state", rng.choice([1, 2] if self.tiny else [1, 3, 6, 20]))
