@@ -216,8 +216,10 @@ class HybridPrefixCache:
 
     def grow_rows(self, leases: Sequence[Lease]) -> dict[str, Ids] | None:
         """One more page for each lease in every group of pages; the new ids by group, or None, nothing changed."""
+        known = self._leases
         for lease in leases:
-            self._seated(lease)
+            if lease not in known or lease.waits:
+                self._seated(lease)
         tree = self._tree
         n = len(leases)
         paged = tree.paged
@@ -228,8 +230,11 @@ class HybridPrefixCache:
             ids = tree.pools[DEVICE][g].allocate(n, LEASE)
             grown[self.groups[g].name] = ids
             raw = ids.tobytes()
-            for at, lease in enumerate(leases):
-                lease.tables[g] += raw[4 * at : 4 * at + 4]
+            at = 0
+            for lease in leases:
+                table = lease.tables[g]
+                table += raw[at : at + 4]
+                at += 4
         return grown
 
     def table(self, lease: Lease, group: str) -> Ids:
@@ -259,10 +264,20 @@ class HybridPrefixCache:
             return []
         return self._follower.slide(lease, position)
 
+    def slide_rows(self, leases: Sequence[Lease], positions: Sequence[int]) -> dict[str, tuple[list[int], list[int]]]:
+        """`slide` for many; by group: which of `leases`, and the columns they gave up."""
+        known = self._leases
+        for lease in leases:
+            if lease not in known:
+                self._live(lease)
+        return self._follower.slide_rows(leases, positions)
+
     def publish(self, lease: Lease, tokens: bytes, upto: int, step: int) -> None:
         """Hand the first `upto` pages to the tree, promised by `step`; `tokens` are those of the request from its
         first on."""
         self._seated(lease)
+        if upto <= lease.depth and not (lease.cuts or self._tree.loose):
+            return
         if len(tokens) < upto * self._tree.page_bytes:
             raise ValueError(f"tokens must hold {upto} pages of {self.page_size}, got {len(tokens) // 4} tokens")
         self._has_pages(lease, upto)
@@ -279,9 +294,14 @@ class HybridPrefixCache:
             raise ValueError(
                 f"pages must be one page of tokens a lease, got {len(pages)} bytes for {len(leases)} leases"
             )
+        known, paged = self._leases, self._tree.paged
         for lease in leases:
-            self._live(lease)
-            self._has_pages(lease, lease.depth + 1)
+            if lease not in known:
+                self._live(lease)
+            need = 4 * lease.depth + 4
+            for g in paged:
+                if len(lease.tables[g]) < need:
+                    self._has_pages(lease, lease.depth + 1)
         for lease, duplicates in self._publisher.publish_rows(leases, pages):
             self._steps.remember_duplicates(lease, duplicates)
 

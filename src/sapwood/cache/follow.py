@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from .flight import Flight, note_promises
@@ -34,6 +36,40 @@ class Follower:
                 else:
                     self._give_up_run(lease, g, low, high)
                 gone.append((tree.groups[g].name, low, high))
+        return gone
+
+    def slide_rows(self, leases: Sequence[Lease], positions: Sequence[int]) -> dict[str, tuple[list[int], list[int]]]:
+        """`slide` for many, most of which give up one page: by group, who, and which column."""
+        tree = self.tree
+        gone = {}
+        for g in tree.loose:
+            slid, unread, queue = tree.families[g].slid, tree.pools[DEVICE][g].unread_one, tree.queues[g, DEVICE]
+            who: list[int] = []
+            columns: list[int] = []
+            for i, lease in enumerate(leases):
+                spans, lease.low[g] = slid(lease.low[g], positions[i])
+                for low, high in spans:
+                    if high - low > 1:
+                        who += [i] * (high - low)
+                        columns += range(low, high)
+                    else:
+                        who.append(i)
+                        columns.append(low)
+                    if lease.own:
+                        self._give_up(lease, g, low, high)
+                    elif high - low > 1 or low >= lease.upto[g]:
+                        self._give_up_run(lease, g, low, high)
+                    else:
+                        table = lease.tables[g]
+                        page = int.from_bytes(table[4 * low : 4 * high], "little")
+                        table[4 * low : 4 * high] = HOLE
+                        if page and unread(page) and not lease.detached:
+                            node = lease.node
+                            while node.start > low:
+                                node = node.parent  # type: ignore[assignment]
+                            queue.add(node, node.device)
+            if who:
+                gone[tree.groups[g].name] = (who, columns)
         return gone
 
     def _give_up(self, lease: Lease, g: int, low: int, high: int) -> None:

@@ -70,43 +70,68 @@ class Publisher:
         and owners change for all rows at once."""
         tree = self.tree
         size = tree.page_bytes
-        closed, loose = tree.closed, tree.loose
-        moved: dict[int, list[bytearray]] = {g: [] for g in closed + loose}
+        closed, loose, slots, paged, host = tree.closed, tree.loose, tree.slots, tree.paged, tree.has_host
+        moved: dict[int, list[bytearray]] = {g: [] for g in paged}
         fallen: list[tuple[Lease, list[tuple[int, int]]]] = []
-        quiet = not (tree.hashing or tree.has_host)
-        told = closed or not tree.announcing or tree.told in loose
-        for at, lease in enumerate(leases):
+        quiet = not (tree.hashing or host)
+        told = bool(closed) or not tree.announcing or tree.told in loose
+        offset = -size
+        for lease in leases:
+            offset += size
             if lease.detached or not lease.writes:
                 continue
-            page = pages[at * size : (at + 1) * size]
-            node, depth, upto = lease.node, lease.depth, lease.upto
-            copy = node.device
-            grows = type(node.edge) is bytearray and told and self.can_grow(node)
+            page = pages[offset : offset + size]
+            node, depth, upto, tables = lease.node, lease.depth, lease.upto, lease.tables
+            copy, edge, last = node.device, node.edge, lease.depth + 1
+            alone = (
+                told
+                and copy.holds - node.moving == 1
+                and not node.children
+                and node.loading is None
+                and (copy.count == node.n or not closed)
+            )
             for g in loose:
-                grows = grows and upto[g] == depth
-            if not grows:
-                duplicates = self.publish(lease, page, depth, depth + 1, None, 0)
+                alone = alone and upto[g] == depth
+            longer = alone and type(edge) is bytearray
+            for g in slots:
+                longer = longer and not (copy.pages[g] or (host and node.host.pages[g]))  # type: ignore[union-attr]
+            if longer:
+                edge += page
+                node.n += 1
+                node.crc = None
+                there = copy.pages
+                if closed:
+                    copy.count += 1
+                for g in paged:
+                    one = tables[g][4 * depth : 4 * last]
+                    mine = there[g]
+                    if mine is None:
+                        mine = there[g] = bytearray(4 * (node.n - 1))
+                    mine += one
+                    moved[g].append(one)
+                    upto[g] = last
+                if host:
+                    for g in loose:
+                        if node.host.pages[g] is not None:  # type: ignore[union-attr]
+                            node.host.pages[g] += HOLE  # type: ignore[union-attr]
+            elif alone and slots and closed and not node.moving:
+                # A snapshot stands at the end of the leaf: a new one begins below it, and takes over the lease's pin.
+                copy.kids += 1
+                node = lease.node = tree.attach(node, bytearray(page), 1)
+                copy = node.device
+                copy.holds = copy.count = 1
+                there = copy.pages
+                for g in paged:
+                    one = tables[g][4 * depth : 4 * last]
+                    there[g] = bytearray(one)
+                    moved[g].append(one)
+                    upto[g] = last
+            else:
+                duplicates = self.publish(lease, page, depth, last, None, 0)
                 if duplicates:
                     fallen.append((lease, duplicates))
                 continue
-            node.edge += page
-            node.n += 1
-            node.crc = None
-            if closed:
-                copy.count += 1
-            for g, parts in moved.items():
-                one = lease.tables[g][4 * depth : 4 * depth + 4]
-                parts.append(one)
-                upto[g] = depth + 1
-                if g in closed:
-                    copy.pages[g] += one
-                    continue
-                if copy.pages[g] is None:
-                    copy.pages[g] = bytearray(4 * (node.n - 1))
-                copy.pages[g] += one
-                if node.host is not None and node.host.pages[g] is not None:
-                    node.host.pages[g] += HOLE
-            lease.depth = depth + 1
+            lease.depth = last
             if not quiet:
                 self._row_is_real(lease, node, depth)
         for g, parts in moved.items():

@@ -130,14 +130,20 @@ class Decoding:
         self.requests.append(request)
         self.count += 1
         request.lead = position - tick
-        self._fields[:, row] = (request.lead, request.slot, request.cached, request.final)
+        fields = self._fields
+        fields[0, row], fields[1, row] = request.lead, request.slot
+        fields[2, row], fields[3, row] = request.cached, request.final
         into = position % size
         ring = self._ring[row]
+        newest = tick % self._columns
         if into:
-            ring[self._page_columns[tick % self._columns, size - into :]] = np.frombuffer(
-                request.tokens[-4 * into :], np.int32
-            )
-        ring[tick % self._columns] = token
+            tail = np.frombuffer(request.tokens[-4 * into :], np.int32)
+            before = min(into, newest)  # the ring goes round: what does not fit before the newest lies at its end
+            if before:
+                ring[newest - before : newest] = tail[into - before :]
+            if before < into:
+                ring[before - into :] = tail[: into - before]
+        ring[newest] = token
         self.crossing[(position - tick) % size][request] = None
         generated = position + 1 - request.prompt
         self.ending.setdefault(tick + request.max_tokens - generated, []).append(request)

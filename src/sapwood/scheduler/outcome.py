@@ -107,11 +107,10 @@ class Outcome:
 
     def _slide(self, requests: list[Request]) -> None:
         book = self.book
-        for request in requests:
-            lease = request.lease
-            if lease is not None:
-                for group, low, high in self.cache.slide(lease, book.position(request)):
-                    book.tables.clear(request.slot, group, low, high)
+        live = [(request, request.lease) for request in requests if request.lease is not None]
+        positions = [book.position(request) for request, _ in live]
+        for group, (who, columns) in self.cache.slide_rows([lease for _, lease in live], positions).items():
+            book.tables.clear(group, [live[i][0].slot for i in who], columns)
 
     def _tokens(self, flight: Flight, given: object) -> npt.NDArray[Any]:
         """The tokens of the rows that sample, in row order; ProtocolError if they are not exactly those."""

@@ -220,9 +220,9 @@ class Planner:
     def _admit(self, request: Request) -> bool:
         """Give a waiting request its memory, if there is enough; if it waits for a snapshot somebody is making, not
         yet."""
-        if self.room is None:
-            self.room = self.cache.available()
         if request.tried is not None and self.book.owners and self.step - request.tried_at < _LOOK_AGAIN:
+            if self.room is None:
+                self.room = self.cache.available()
             if all(now <= then for now, then in zip(self.room, request.tried, strict=True)):
                 return False
         match = self._match(request)
@@ -255,8 +255,11 @@ class Planner:
 
     def _age(self, admitted: list[Request]) -> None:
         """Whoever came before one of these, and still waits, has been overtaken."""
-        keys = sorted(request.key for request in admitted)
-        for request in self.book.waiting.items:
+        waiting = self.book.waiting.items
+        if not waiting:
+            return
+        keys = sorted([request.key for request in admitted])
+        for request in waiting:
             if request.key > keys[-1]:
                 break
             request.overtaken += len(keys) - bisect_left(keys, request.key)
