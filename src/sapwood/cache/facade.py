@@ -245,7 +245,17 @@ class HybridPrefixCache:
 
     def columns(self, lease: Lease) -> int:
         """How many columns its tables have: pages it reads or was given."""
-        return max((len(lease.tables[g]) // 4 for g in self._tree.paged), default=0)
+        most = 0
+        for g in self._tree.paged:
+            most = max(most, len(lease.tables[g]))
+        return most // 4
+
+    def reach(self, lease: Lease) -> int:
+        """How many tokens its pages hold, in every group."""
+        least = 1 << 60
+        for g in self._tree.paged:
+            least = min(least, len(lease.tables[g]))
+        return least // 4 * self.page_size
 
     def write_from(self, lease: Lease, start: int) -> dict[str, int]:
         """By group: the first position whose K/V a row beginning at `start` may write. Ask before `publish`."""

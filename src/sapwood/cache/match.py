@@ -125,15 +125,15 @@ class Matcher:
         if most < 1:
             return None
         last = path.nodes[-1] if path.nodes else path.root.top
-        if path.nodes and last.end > path.depth:
-            candidates = [(last, path.depth - last.start)]
-        else:
-            candidates = [(child, 0) for child in islice(reversed(last.children.values()), _SIBLINGS)]
-        best: Sibling | None = None
         token = tokens[offset : offset + 4]
-        for node, at in candidates:
-            if not node.edge.startswith(token, at * tree.page_bytes):
-                continue
+        if path.nodes and last.end > path.depth:
+            at = path.depth - last.start
+            beside = [last] if last.edge.startswith(token, at * tree.page_bytes) else []
+        else:
+            at = 0
+            beside = [c for c in islice(reversed(last.children.values()), _SIBLINGS) if c.edge.startswith(token)]
+        best: Sibling | None = None
+        for node in beside:
             page = node.edge[at * tree.page_bytes : (at + 1) * tree.page_bytes]
             same = min(agree(page, tokens, offset, 4), most)
             if same > (best.tokens if best else 0) and self._copyable(node, at):

@@ -185,11 +185,12 @@ class Planner:
         start = request.position
         known_to = len(request.tokens) // 4
         end = self._cut(lease.cuts, start, min(known_to, start + self.budget))
-        end = cache.growable(lease, end)
-        if end <= start or not cache.grow(lease, end):
-            request.sat_out = True
-            self.book.counts["sat_out"] += 1
-            return None
+        if cache.reach(lease) < end:
+            end = cache.growable(lease, end)
+            if end <= start or not cache.grow(lease, end):
+                request.sat_out = True
+                self.book.counts["sat_out"] += 1
+                return None
         request.sat_out = False
         self.copies += cache.opening(lease, step)
         write_from = cache.write_from(lease, start)

@@ -178,6 +178,20 @@ class Request:
         self.settled = (self.cached, self.reached)
 
 
+def _check_numbers(spec: RequestSpec) -> None:
+    most, least, priority = spec.max_tokens, spec.min_tokens, spec.priority
+    if type(most) is int and type(least) is int and type(priority) is int:
+        if 0 <= least <= most and 0 < most <= _MOST and -_MOST <= priority <= _MOST:
+            if type(spec.reads_cache) is bool and type(spec.writes_cache) is bool:
+                return
+    whole("max_tokens", most, 1, _MOST)
+    whole("min_tokens", least, 0, most)
+    whole("priority", priority, -_MOST, _MOST)
+    for field in ("reads_cache", "writes_cache"):
+        if not isinstance(getattr(spec, field), bool):
+            raise ValueError(f"{field} must be True or False, got {getattr(spec, field)!r:.60}")
+
+
 def checked(spec: RequestSpec, cache: HybridPrefixCache) -> bytes:
     """The tokens of a spec that is right in itself, as bytes of int32; else Refused, with the reason."""
     if not isinstance(spec, RequestSpec):
@@ -186,19 +200,14 @@ def checked(spec: RequestSpec, cache: HybridPrefixCache) -> bytes:
         raise Refused(f"{spec.id!s:.80}", f"id must be a string of 1 to 512 characters, got {spec.id!r:.60}")
     try:
         tokens = token_bytes(spec.tokens)
-        whole("max_tokens", spec.max_tokens, 1, _MOST)
-        whole("min_tokens", spec.min_tokens, 0, spec.max_tokens)
-        whole("priority", spec.priority, -_MOST, _MOST)
+        _check_numbers(spec)
         if not isinstance(spec.namespace, Namespace):
             raise ValueError(f"namespace must be a Namespace, got {spec.namespace!r:.60}")
-        if spec.eos:
+        if len(spec.eos):
             if isinstance(spec.eos, (str, bytes)) or len(spec.eos) > _MOST_EOS:
                 raise ValueError(f"eos must be at most {_MOST_EOS} tokens, got {spec.eos!r:.60}")
             for token in spec.eos:
                 whole("a token of eos", token, 0, _MOST)
-        for field in ("reads_cache", "writes_cache"):
-            if not isinstance(getattr(spec, field), bool):
-                raise ValueError(f"{field} must be True or False, got {getattr(spec, field)!r:.60}")
     except (ValueError, TypeError) as error:
         raise Refused(spec.id, str(error)) from None
     length = len(tokens) // 4

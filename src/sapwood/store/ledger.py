@@ -51,6 +51,7 @@ class Ledger:
         self._owed = 0
         self._name = uuid.uuid4().hex
         self._owner = -1
+        self._last = (0, 0, b"")
         try:
             with self._locked():
                 self._sweep()
@@ -94,13 +95,12 @@ class Ledger:
                 self._free(n)
 
     def used(self) -> int:
-        with self._locked():
-            return self._read()[0]
+        """As it was a moment ago: waits for nobody."""
+        return self._read()[0]
 
     def taken(self) -> int:
         """All that was ever taken: grows with what is written."""
-        with self._locked():
-            return self._read()[1]
+        return self._read()[1]
 
     def begin_count(self) -> Mark:
         """Before all files are counted: also removes what dead processes left half-written."""
@@ -121,6 +121,7 @@ class Ledger:
         return os.path.join(self._tmp, f"{self._name}.{next(self._numbers)}")
 
     def close(self) -> None:
+        self._last = self._read()
         with contextlib.suppress(OSError):
             os.unlink(self._owner_path(self._name))
         for fd in (self._owner, self._usage):
@@ -140,6 +141,8 @@ class Ledger:
                 fcntl.flock(self._usage, fcntl.LOCK_UN)
 
     def _read(self) -> tuple[int, int, bytes]:
+        if self._usage < 0:  # closed
+            return self._last
         record = os.pread(self._usage, _USAGE.size, 0)
         return _USAGE.unpack(record) if len(record) == _USAGE.size else (UNCOUNTED, 0, b"")
 

@@ -34,6 +34,7 @@ class RedisBackend(Backend):
         except ImportError:
             raise StoreError("redis:// needs the package redis: pip install 'sapwood[redis]'") from None
         self._redis = redis
+        self._errors = (redis.RedisError, redis.exceptions.RedisClusterException, OSError)
         self._ttl = ttl
         self._cluster = cluster
         self._looked = 0.0
@@ -52,9 +53,7 @@ class RedisBackend(Backend):
         self._client: Any
         try:
             if cluster:
-                self._client = redis.RedisCluster(
-                    **options, require_full_coverage=False, cluster_error_retry_attempts=0, retry=retry
-                )
+                self._client = redis.RedisCluster(**options, require_full_coverage=False, retry=retry)
             else:
                 self._client = redis.Redis(
                     **options, db=_database(where.path), retry=retry, retry_on_error=[], max_connections=self.workers
@@ -64,7 +63,7 @@ class RedisBackend(Backend):
             raise StoreError(f"{where.shown}: the server does not accept this user and password") from None
         except redis.ResponseError as error:
             raise StoreError(f"{where.shown}: the server refuses: {self._clean(error, where)}") from None
-        except (redis.RedisError, OSError, IndexError) as error:
+        except (*self._errors, IndexError) as error:
             kind = "cluster" if cluster else "server"
             raise StoreError(f"{where.shown}: no Redis {kind} answers there: {self._clean(error, where)}") from None
 
@@ -156,7 +155,7 @@ class RedisBackend(Backend):
         for place, name in enumerate(names):
             try:
                 node = self._client.get_node_from_key(name)
-            except self._redis.RedisError:
+            except self._errors:
                 node = None
             label = node.name if node is not None else ""
             nodes.setdefault(label, []).append(place)
@@ -189,7 +188,7 @@ class RedisBackend(Backend):
             return []
         try:
             return self._execute(pipe)
-        except (self._redis.RedisError, StoreError, OSError) as error:
+        except (*self._errors, StoreError) as error:
             if not self._cluster:
                 raise
             self._look_again()
@@ -202,7 +201,7 @@ class RedisBackend(Backend):
             if now < self._looked + _LOOK_AGAIN:
                 return
             self._looked = now
-        with contextlib.suppress(self._redis.RedisError, OSError):
+        with contextlib.suppress(*self._errors):
             self._client.nodes_manager.initialize()
 
 
