@@ -187,9 +187,9 @@ def _check_numbers(spec: RequestSpec) -> None:
     whole("max_tokens", most, 1, _MOST)
     whole("min_tokens", least, 0, most)
     whole("priority", priority, -_MOST, _MOST)
-    for field in ("reads_cache", "writes_cache"):
-        if not isinstance(getattr(spec, field), bool):
-            raise ValueError(f"{field} must be True or False, got {getattr(spec, field)!r:.60}")
+    for name in ("reads_cache", "writes_cache"):
+        if not isinstance(getattr(spec, name), bool):
+            raise ValueError(f"{name} must be True or False, got {getattr(spec, name)!r:.60}")
 
 
 def checked(spec: RequestSpec, cache: HybridPrefixCache) -> bytes:
