@@ -1,1 +1,23 @@
-"""The wind tunnel: stand-ins for an executor that check what they are told to do."""
+"""The wind tunnel: stand-ins for an executor that check what they are told to do, and random traffic with faults.
+
+`python -m sapwood.sim fuzz --seed N --steps M --layout L` attacks the scheduler, and repeats any attack that failed.
+"""
+
+from .content import ContentDouble, ContentError
+from .cost import CostModel, SimulatedExecutor
+from .executor import ContentExecutor
+from .layouts import LAYOUTS, Layout
+from .replay import Replay
+from .traffic import Traffic
+
+__all__ = [
+    "LAYOUTS",
+    "ContentDouble",
+    "ContentError",
+    "ContentExecutor",
+    "CostModel",
+    "Layout",
+    "Replay",
+    "SimulatedExecutor",
+    "Traffic",
+]

@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from .fuzz import fuzz
 from .layouts import LAYOUTS
@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _number(low: int):  # type: ignore[no-untyped-def]
+def _number(low: int) -> Callable[[str], int]:
     def number(text: str) -> int:
         if not text.lstrip("-").isdigit() or int(text) < low:
             raise argparse.ArgumentTypeError(f"must be a whole number from {low} up, got {text!r}")

@@ -19,6 +19,7 @@ from sapwood.cache import Namespace
 from sapwood.scheduler import (
     Abort,
     Ended,
+    Event,
     Finish,
     LoadDone,
     ProtocolError,
@@ -247,10 +248,10 @@ class Fuzz:
         if rng.random() < 0.05:
             self.ask()
 
-    def interruptions(self) -> list[Any]:
+    def interruptions(self) -> list[Event]:
         """Aborts and finishes: of one, of several, of everybody, of those that have ended or never were."""
         rng = self.random
-        events: list[Any] = []
+        events: list[Event] = []
         ids = list(self.live)
         much = len(ids) if rng.random() < 0.03 else rng.choice([1, 1, 2])
         for id in rng.sample(ids, min(much, len(ids))):
@@ -264,7 +265,7 @@ class Fuzz:
                 events.append(Abort(id))
                 self.live[id].asked.append("abort")
         if rng.random() < 0.2:
-            events.append(rng.choice([Abort, Finish])("nobody"))
+            events.append(Abort("nobody") if rng.random() < 0.5 else Finish("nobody"))
         if rng.random() < 0.1:
             events.append(Tick(rng.randint(1, 3)))
         return events
@@ -288,7 +289,8 @@ class Fuzz:
     def mistake(self) -> None:
         """Events that cannot happen raise, and change nothing."""
         step = (self.executor.step or 0) + self.random.choice([-1, 1, 7])
-        event = self.random.choice([StepDone(step, {}), StepFailed(step, "mistake"), LoadDone(12345, True)])
+        wrong: list[Event] = [StepDone(step, {}), StepFailed(step, "mistake"), LoadDone(12345, True)]
+        event = self.random.choice(wrong)
         before = self.cache.stats()
         try:
             self.scheduler.advance([event])
@@ -332,7 +334,8 @@ class Fuzz:
     def finish(self, rows: list[_Request]) -> None:
         """The plan in flight is done, or it fails. Some events come with its own, before it or after it."""
         rng = self.random
-        before, after = [], []
+        before: list[Event] = []
+        after: list[Event] = []
         if rng.random() < self.trouble / 2:
             before = self.interruptions()
             for event in before:
@@ -361,7 +364,7 @@ class Fuzz:
             if self.live.get(row.spec.id) is row:
                 assert not self.verdict(row), f"{row.spec.id} should have ended: {self.verdict(row)}"
 
-    def advance(self, events: list[Any]) -> None:
+    def advance(self, events: list[Event]) -> None:
         self.close(self.scheduler.advance(events))
         self.check()
 
