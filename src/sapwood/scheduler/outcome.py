@@ -44,7 +44,9 @@ class Outcome:
         for chunk in flight.chunks:
             if chunk.request.lease is not None:
                 chunk.request.computes_to(chunk.end)
-        for replaced in cache.step_commit(flight.step).replaced:
+        commit = cache.step_commit(flight.step)
+        book.transfers.offer(commit.real)
+        for replaced in commit.replaced:
             owner = book.owners.get(replaced.lease)
             if owner is not None:
                 book.tables.replace(owner.slot, replaced.group, replaced.column, replaced.page)

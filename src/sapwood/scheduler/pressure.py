@@ -19,7 +19,7 @@ class Pressure:
         for request in [r for r in self.book.prefilling.items if r.sat_out]:
             if request.lease is None:
                 continue  # retracted for the sake of one before it
-            while not self._can_go_on(request):
+            while not self._can_go_on(request) and not self.book.transfers.pending:
                 victim = self._victim(request)
                 if victim is None:
                     break
@@ -48,7 +48,10 @@ class Pressure:
         return True
 
     def break_deadlock(self) -> bool:
-        """Nobody who holds memory can go on: the least urgent gives up what it has. False if there is nobody."""
+        """Nobody who holds memory can go on: the least urgent gives up what it has. False if there is nobody, or if
+        transfers are under way that will free memory or let somebody go on."""
+        if self.book.transfers.pending:
+            return False
         victim = self._victim(None)
         if victim is None:
             return False

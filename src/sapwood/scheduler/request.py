@@ -43,6 +43,7 @@ class Refused(ValueError):
 
 
 WAITING: Final = "waiting"  # holds no memory; after a retraction it has generated tokens already
+LOADING: Final = "loading"  # holds a lease; its prefix is on its way from host
 PREFILLING: Final = "prefilling"  # holds a lease; has more than its last token to compute, or sits out
 DECODING: Final = "decoding"  # one token in every step
 ENDED: Final = "ended"
@@ -50,6 +51,10 @@ ENDED: Final = "ended"
 # (state, what happens) -> state. What is not here cannot happen.
 _NEXT = {
     (WAITING, "admission"): PREFILLING,
+    (WAITING, "admission to load"): LOADING,
+    (LOADING, "its load"): PREFILLING,
+    (LOADING, "retraction"): WAITING,
+    (LOADING, "its end"): ENDED,
     (PREFILLING, "joining the decodes"): DECODING,
     (DECODING, "leaving the decodes"): PREFILLING,
     (PREFILLING, "retraction"): WAITING,
@@ -71,6 +76,7 @@ class Request:
         "computed",
         "eos",
         "final",
+        "host",
         "id",
         "key",
         "lease",
@@ -112,6 +118,7 @@ class Request:
         self.writes = spec.writes_cache
         self.binding = binding
         self.state = WAITING
+        self.host = True  # may be served from host; not after a load for it has failed
         self.lease: Lease | None = None
         self.slot = -1
         self.row = -1  # its place in the arrays while it decodes
