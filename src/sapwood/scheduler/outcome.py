@@ -155,7 +155,7 @@ class Outcome:
         book, cache, planner = self.book, self.cache, self.planner
         flight = self._flight(event)
         self.counts["steps_failed"] += 1
-        cache.step_failed(flight.step, flight.step)
+        fallen = cache.step_failed(flight.step, flight.step)
         book.flight = None
         for request in flight.left:
             book.vacate(request)
@@ -165,8 +165,10 @@ class Outcome:
                 book.sit_out(request)
             assert request.lease is not None and request.state is PREFILLING
             request.tries += 1
-            request.falls_to(cache.rewind(request.lease, request.position))
-            book.tables.write(request.slot, request.lease)
+            self._fall(request)
+        for request in [book.owners[lease] for lease in fallen if lease in book.owners]:
+            if request not in rows:  # it had adopted what this step promised, and then sat out
+                self._fall(request)
         if planner.retries:
             del planner.retries[0]
         if len(rows) == 1:
@@ -178,3 +180,8 @@ class Outcome:
         elif rows:
             half = len(rows) // 2
             planner.retries[:0] = [rows[:half], rows[half:]]
+
+    def _fall(self, request: Request) -> None:
+        assert request.lease is not None
+        request.falls_to(self.cache.rewind(request.lease, request.position))
+        self.book.tables.write(request.slot, request.lease)
