@@ -239,6 +239,10 @@ class HybridPrefixCache:
             raise ValueError(f"group must be one of {', '.join(self._index)}, got {group!r:.60}")
         return lease.table(self._index[group])
 
+    def columns(self, lease: Lease) -> int:
+        """How many columns its tables have: pages it reads or was given."""
+        return max((len(lease.tables[g]) // 4 for g in self._tree.paged), default=0)
+
     def write_from(self, lease: Lease, start: int) -> dict[str, int]:
         """By group: the first position whose K/V a row beginning at `start` may write. Ask before `publish`."""
         size, slots = self.page_size, self._tree.slots

@@ -235,7 +235,7 @@ class Planner:
             if self.keep is not None:
                 self.keep = self._with(self.keep, request)
             return True
-        request.tried, request.tried_at = self.room, self.step
+        request.tried, request.tried_at = self.cache.available(), self.step
         return False
 
     def _keep(self, request: Request) -> Keep:
@@ -252,7 +252,7 @@ class Planner:
     def _with(self, keep: Keep, request: Request) -> Keep:
         """What is left to give to a request that does not decode yet counts as taken."""
         want = min(request.final, len(request.tokens) // 4 + self.config.headroom)
-        ahead = -(-want // self.page) + request.position // -self.page
+        ahead = -(-want // self.page) - (self.cache.columns(request.lease) if request.lease is not None else 0)
         return keep._replace(pages=keep.pages + max(0, ahead), rows=keep.rows + 1)
 
     def _age(self, admitted: list[Request]) -> None:
