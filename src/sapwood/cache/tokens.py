@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+_MOST = 2**31 - 1
+
 
 def token_bytes(tokens: bytes | bytearray | memoryview | npt.NDArray[Any] | Sequence[int]) -> bytes:
     """The bytes of int32 of a list, an integer array, or a buffer of int32. ValueError if a token is not 0..2**31-1."""
@@ -25,7 +27,10 @@ def token_bytes(tokens: bytes | bytearray | memoryview | npt.NDArray[Any] | Sequ
         raise ValueError(f"tokens must be one non-empty row of integers, got shape {array.shape}")
     if array.dtype.kind not in "iu":
         raise ValueError(f"tokens must be integers, got {array.dtype}")
+    if array.dtype == np.int32:  # as unsigned, a negative one is too large: one look for both ends
+        if int(array.view(np.uint32).max()) <= _MOST:
+            return array.tobytes()
     low, high = int(array.min()), int(array.max())
-    if low < 0 or high > 2**31 - 1:
+    if low < 0 or high > _MOST:
         raise ValueError(f"tokens must be from 0 to 2**31 - 1, got {low if low < 0 else high}")
     return np.ascontiguousarray(array, np.int32).tobytes()

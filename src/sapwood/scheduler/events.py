@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy.typing as npt
 
@@ -87,8 +87,7 @@ class Tick:
 Event = StepDone | StepFailed | Finish | Abort | LoadDone | SaveDone | LookupDone | FetchDone | BackupDone | Tick
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(NamedTuple):
     """A request is over. Of its `prompt` tokens `cached` were never computed for it and `computed` were (together they
     are the prompt, once it has yielded a token); what had to be computed again is in `recomputed`."""
 

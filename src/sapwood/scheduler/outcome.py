@@ -13,7 +13,7 @@ from .config import SchedulerConfig
 from .events import ProtocolError, StepDone, StepFailed
 from .plan import Chunk
 from .planner import Planner
-from .request import DECODING, ENDED, PREFILLING, Request
+from .request import DECODING, ENDED, LOADING, PREFILLING, Request
 
 _MOST = 2**31 - 1
 
@@ -167,7 +167,9 @@ class Outcome:
             request.tries += 1
             self._fall(request)
         for request in [book.owners[lease] for lease in fallen if lease in book.owners]:
-            if request not in rows:  # it had adopted what this step promised, and then sat out
+            if request.state is LOADING:  # the pages before those it waits for are gone
+                book.retract(request)
+            elif request not in rows:  # it had adopted what this step promised, and then sat out
                 self._fall(request)
         if planner.retries:
             del planner.retries[0]

@@ -74,7 +74,7 @@ class Planner:
         self.budget = self.config.max_batch_tokens - rows
         self.copies: list[PageCopy] = []
         self.gate = Gate(self.config.max_loras, self.book.decoding.adapters if rows else ())
-        self.keep: Keep | None = None
+        self.ahead = -1  # pages that running requests will still take; counted when somebody wants to come in
         if rows and self.cache.keeps_snapshots:
             self._roll()
 
@@ -189,10 +189,10 @@ class Planner:
         end = self._cut(lease.cuts, start, min(known_to, start + self.budget))
         end = cache.growable(lease, end)
         if end <= start or not cache.grow(lease, end):
-            request.sat_out = True
+            request.sat_out += 1
             self.book.counts["sat_out"] += 1
             return None
-        request.sat_out = False
+        request.sat_out = 0
         self.copies += cache.opening(lease, step)
         write_from = cache.write_from(lease, start)
         cache.publish(lease, request.tokens, end // page, step)
@@ -232,8 +232,8 @@ class Planner:
             return False
         upto = self._cut(match.cuts, match.start, min(match.length, match.start + self.budget))
         if self.book.admit(request, match, upto, self._keep(request)):
-            if self.keep is not None:
-                self.keep = self._with(self.keep, request)
+            if self.ahead >= 0:
+                self.ahead += self._ahead_of(request)
             return True
         request.tried, request.tried_at = self.cache.available(), self.step
         return False
@@ -243,17 +243,17 @@ class Planner:
         book, headroom = self.book, self.config.headroom
         if not book.owners:
             return Keep(least=1)
-        if self.keep is None:
-            self.keep = Keep(0, book.decoding.room_ahead(headroom), book.decoding.count, 1)
+        if self.ahead < 0:
+            self.ahead = book.decoding.room_ahead(headroom)
             for other in [*book.prefilling.items, *book.loading.items]:
-                self.keep = self._with(self.keep, other)
-        return self.keep._replace(tokens=min(request.final, len(request.tokens) // 4 + headroom))
+                self.ahead += self._ahead_of(other)
+        return Keep(min(request.final, len(request.tokens) // 4 + headroom), self.ahead, len(book.owners), 1)
 
-    def _with(self, keep: Keep, request: Request) -> Keep:
-        """What is left to give to a request that does not decode yet counts as taken."""
+    def _ahead_of(self, request: Request) -> int:
+        """Pages that a request which does not decode yet will take."""
+        assert request.lease is not None
         want = min(request.final, len(request.tokens) // 4 + self.config.headroom)
-        ahead = -(-want // self.page) - (self.cache.columns(request.lease) if request.lease is not None else 0)
-        return keep._replace(pages=keep.pages + max(0, ahead), rows=keep.rows + 1)
+        return max(0, -(-want // self.page) - self.cache.columns(request.lease))
 
     def _age(self, admitted: list[Request]) -> None:
         """Whoever came before one of these, and still waits, has been overtaken."""

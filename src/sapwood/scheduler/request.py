@@ -132,7 +132,7 @@ class Request:
         self.settled = (0, 0)  # `cached` and `reached` as of its last step that was done
         self.tries = 0
         self.overtaken = 0
-        self.sat_out = False  # it could not grow in the plan before
+        self.sat_out = 0  # for how many plans it could not grow
         self.tried: tuple[int, ...] | None = None  # how many pages there were when it last did not fit,
         self.tried_at = 0  # and in which plan
 
