@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH := $(VENV)/.bench
 
-.PHONY: test test-all lint bench clean
+.PHONY: test test-all lint bench clean servers
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -16,16 +16,24 @@ $(BENCH): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
 	touch $@
 
-test: $(STAMP)  ## everything that must hold, in a few minutes
+# What the store's tests talk to. Where it cannot be had, those tests are skipped and say so.
+servers:
+	@if ! command -v redis-server >/dev/null || ! ldconfig -p | grep -q libibverbs.so.1 || ! command -v ip >/dev/null; then \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+	      redis-server libibverbs1 iproute2; } >/dev/null 2>&1 || echo "could not install redis-server and libibverbs1"; \
+	  else echo "redis-server, libibverbs1 or iproute2 is missing, and only root can install it"; fi; fi
+
+test: $(STAMP) servers  ## everything that must hold, in a few minutes
 	$(BIN)/python -m pytest -m "not long" -n 2
 
-test-all: $(STAMP)  ## the same, and the long attacks
+test-all: $(STAMP) servers  ## the same, and the long attacks
 	$(BIN)/python -m pytest -n 2
 
 lint: $(STAMP)  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict $(wildcard src/sapwood/cache src/sapwood/scheduler)
+	$(BIN)/mypy --strict $(wildcard src/sapwood/cache src/sapwood/scheduler src/sapwood/store)
 
 bench: $(BENCH)  ## figures, beside the yardsticks, in one run
 	$(BIN)/python -m benchmarks

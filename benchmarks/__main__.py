@@ -1,4 +1,4 @@
-"""`python -m benchmarks [cache] [scheduler] [--quick]`: one table of what, how much, the bar and the peer."""
+"""`python -m benchmarks [subject ...] [--quick]`: one table of what, how much, the bar and the peer."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import argparse
 import platform
 import time
 
-from . import cache, peer, scheduler
+from . import cache, peer, scheduler, store, transfer
 from .timing import LOOP_SECONDS, Figure, loop_seconds
 
-SUBJECTS = {"cache": cache.figures, "scheduler": scheduler.figures}
+SUBJECTS = {"cache": cache.figures, "scheduler": scheduler.figures, "transfer": transfer.figures, "store": store.figures}
 
 
 def line(figure: Figure) -> str:

@@ -2,7 +2,7 @@
 
 A step is what lies between two batches on the device: advance with the tokens of the one before, make the next plan,
 read it. The tokens and the events that carry them are prepared outside, on both sides: the peer takes an object a row,
-and what it costs to make those is told beside.
+and the ratio with the making of those is told beside.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Ours(Rows):
 class Theirs(Rows):
     def __init__(self, lengths: Sequence[int]) -> None:
         super().__init__(len(lengths))
-        self.making: list[float] = []  # what the objects of a step took to make
+        self.making: list[float] = []  # what the events of every step took to make
         self.scheduler: Any = peer.scheduler(PAGE, PAGES, len(lengths), sum(lengths) + len(lengths))
         specs = [peer.request(f"r{i}", tokens.tolist()) for i, tokens in enumerate(prompts(lengths))]
         self.scheduler.submit_requests(specs)
@@ -131,8 +131,8 @@ def _beside(mine: Rows, its: Taken, other: Rows | None = None, theirs: Taken | N
     text = f"median/mean/p99/max {mine.told(scale)} scaled us"
     if isinstance(other, Theirs) and theirs is not None:
         scale = theirs.scaled / theirs.seconds
-        made = median(other.making) * scale * 1e6
-        text += f"; C++ {other.told(scale)}, and {made:.0f} to make its events"
+        made = [fmean(other.making[at : at + PAGE]) for at in range(PAGE, len(other.making), PAGE)]
+        text += f"; C++ {other.told(scale)}; means with its events made: {its.over(theirs.plus(made)):.3g}"
     return text
 
 

@@ -32,6 +32,11 @@ class Taken(NamedTuple):
         """The ratio to what ran beside it: the median of the ratios of the repeats, which were neighbours in time."""
         return median(mine / theirs for mine, theirs in zip(self.each, other.each, strict=True))
 
+    def plus(self, more: list[float]) -> Taken:
+        """The same with what something else took in each repeat."""
+        each = [mine + other for mine, other in zip(self.each, more, strict=True)]
+        return Taken(median(each), median(each) * self.scaled / self.seconds, each)
+
 
 class Figure(NamedTuple):
     """One line of the table. `bar` None: told for information only; `sense` tells on which side of it is right."""

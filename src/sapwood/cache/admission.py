@@ -8,12 +8,13 @@ import numpy as np
 
 from .flight import note_promises
 from .group import DEVICE, HOST
-from .lease import Holder, Lease, Match, Sibling
+from .lease import Lease, Match, Sibling, hold
 from .load import Loads
 from .node import Node
 from .path import Path
 from .pool import FLIGHT, LEASE, UNHOOKED, Ids
 from .room import Room
+from .runs import HOLE, present
 from .transfer import Operation, Transfer
 from .tree import Tree
 
@@ -81,10 +82,10 @@ class Desk:
         need = {g: max(0, columns - depth) for g in tree.closed}
         for g in tree.loose:
             if columns and depth > boundary and (tree.families[g].reads_promised or not tree.promises):
-                end = path.device_run(g, boundary, depth)
-                if end > boundary:
-                    spans[g] = [*spans[g], (boundary, end)]
-                    tables[g] = path.device_pages(g, spans[g], end)
+                more = path.device_run(g, boundary, depth)
+                if more:
+                    spans[g] = [*spans[g], (boundary, boundary + len(more) // 4)]
+                    tables[g] += more
             need[g] = max(0, columns - len(tables[g]) // 4)
         for g in tree.slots:
             need[g] = 1
@@ -92,15 +93,16 @@ class Desk:
             need[g] += len(wanted)
         return Wish(depth, spans, tables, load, joined, seeds, need)
 
-    def _less(self, match: Match, wish: Wish) -> dict[int, int]:
+    def _less(self, match: Match, wish: Wish, need: dict[int, int]) -> dict[int, int]:
         """By group: device pages that eviction could have taken, and that this admission is going to read."""
         tree = self.tree
         pinned = self._would_pin(match.path, wish.depth)
         less = dict.fromkeys(tree.closed, pinned)
         for g in tree.loose:
-            ids = np.frombuffer(wish.tables[g], np.int32)
-            readers = tree.pools[DEVICE][g].readers
-            less[g] = int(np.count_nonzero((ids != 0) & (readers[ids] == 0)))
+            if need[g] <= tree.pools[DEVICE][g].free and match.sibling is None:
+                continue  # it is there without eviction
+            ids = present(wish.tables[g])
+            less[g] = int(np.count_nonzero(tree.pools[DEVICE][g].readers[ids] == 0))
         for g in tree.slots:
             less[g] = int(g in wish.seeds and tree.pools[DEVICE][g].readers[wish.seeds[g]] == 0)
         return less
@@ -146,8 +148,10 @@ class Desk:
         joined: list[Transfer],
     ) -> None:
         """Where the device has nothing in `spans`, host has: put that down for loading."""
-        ids = np.frombuffer(bytes(table), np.int32)
         for low, high in spans:
+            if table.find(HOLE, 4 * low, 4 * high) < 0:
+                continue
+            ids = np.frombuffer(bytes(table), np.int32)
             for at in (ids[low:high] == 0).nonzero()[0].tolist():
                 page = path.host_page(g, low + at)
                 assert page, "a boundary was offered that cannot be served"
@@ -171,8 +175,9 @@ class Desk:
         wish = self.wish(match, upto)
         need = wish.need if keep is NOTHING_KEPT else self._ahead(wish, upto, keep)
         sibling = match.sibling
-        if not room.has(DEVICE, need):
-            less = self._less(match, wish)
+        fits = room.has(DEVICE, need)
+        if not fits:
+            less = self._less(match, wish, need)
             if not room.can_make(DEVICE, need, less):
                 fewer = self._shrunk(match, wish, upto, keep, less)
                 return self.admit(match, fewer, keep) if fewer else None
@@ -183,8 +188,8 @@ class Desk:
         lease = self._open(match, wish)
         if sibling is not None:
             self._hold_sibling(lease, sibling)
-        # Everything it reads is held: what is evicted now is somebody else's.
-        room.make(DEVICE, wish.need)
+        if not fits:  # everything it reads is held: what is evicted now is somebody else's
+            room.make(DEVICE, wish.need)
         operation = None
         if wish.load or wish.joined:
             columns = [c for c, _ in wish.load.values()]
@@ -192,11 +197,10 @@ class Desk:
             last = max((int(c.max()) + 1 for c in columns), default=0)
             operation = self.loads.begin_load(lease, lease.node, first, last, wish.load, wish.joined)
         for g in tree.slots:
-            slot = tree.pools[DEVICE][g].allocate(1, LEASE)
-            lease.working[g] = int(slot[0])
-            lease.tables[g] = bytearray(slot.tobytes())
+            slot = lease.working[g] = tree.pools[DEVICE][g].allocate_one(LEASE)
+            lease.tables[g] = bytearray(slot.to_bytes(4, "little"))
         if not lease.waits:
-            self.extend(lease, upto)
+            self.extend(lease, {g: wish.need[g] for g in tree.paged if wish.need[g]})
         return lease, operation
 
     def _ahead(self, wish: Wish, upto: int, keep: Keep) -> dict[int, int]:
@@ -218,7 +222,7 @@ class Desk:
         tree, size = self.tree, self.tree.page_size
         fewer = upto
         for g in tree.loose:
-            there = self.room.available(DEVICE, g) - less[g] - keep.rows
+            there = self.room.available(DEVICE, g) - less.get(g, 0) - keep.rows
             fewer = min(fewer, (len(wish.tables[g]) // 4 + there) * size)
         return fewer if match.start + keep.least <= fewer < upto else 0
 
@@ -292,8 +296,7 @@ class Desk:
         lease.upto[g] = len(table) // 4
         lease.low[g] = spans[0][0] if spans else lease.upto[g]
         if spans:
-            ids = np.frombuffer(bytes(table), np.int32)
-            tree.pools[DEVICE][g].read(ids[ids != 0])
+            tree.pools[DEVICE][g].read(present(table[4 * spans[0][0] :]))
             for at in reversed(nodes):
                 if at.start + at.n <= spans[0][0]:
                     break
@@ -312,15 +315,11 @@ class Desk:
             lease.upto[g] = lease.depth
         lease.wanted = {}
 
-    def extend(self, lease: Lease, upto: int) -> None:
-        """Give the lease private pages up to token `upto`. The room is there."""
-        tree = self.tree
-        columns = -(-upto // tree.page_size)
-        for g in tree.paged:
-            table = lease.tables[g]
-            more = columns - len(table) // 4
-            if more > 0:
-                table += tree.pools[DEVICE][g].allocate(more, LEASE).tobytes()
+    def extend(self, lease: Lease, need: dict[int, int]) -> None:
+        """Give the lease so many more private pages of each group. The room is there."""
+        pools = self.tree.pools[DEVICE]
+        for g, n in need.items():
+            lease.tables[g] += pools[g].allocate(n, LEASE).tobytes()
 
     # ---- copy on write
 
@@ -346,6 +345,6 @@ class Desk:
         pages = {
             (DEVICE, g): np.frombuffer(bytes(node.device.pages[g][4 * at : 4 * at + 4]), np.int32) for g in tree.paged
         }
-        lease.source = Holder(tree, sibling.node, (DEVICE,), (sibling.column, sibling.column + 1), pages)
+        lease.source = hold(tree, sibling.node, (DEVICE,), (sibling.column, sibling.column + 1), pages)
         lease.copied = sibling.tokens
         lease.start += sibling.tokens

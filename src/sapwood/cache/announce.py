@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .events import MEDIUM, BlockRemoved, BlockStored
-from .hashes import ensure_hashes
+from .group import DEVICE
+from .hashes import ensure_hashes, page_digest
 from .node import Node
 from .pool import Ids
 
@@ -17,35 +18,34 @@ if TYPE_CHECKING:
 
 def tell_stored(tree: Tree, node: Node, tier: int, first: int, last: int) -> None:
     """Announce the pages [first, last) of the path to `node`, all of them real in `tier` since just now."""
+    size = tree.page_bytes
     if first >= node.start:
-        low, high, size = first - node.start, last - node.start, tree.page_bytes
+        low, high = first - node.start, last - node.start
         hashes = ensure_hashes(node, high, size)
-        tree.events.append(
-            BlockStored(
-                bytes(hashes[32 * low : 32 * high]),
-                _parent_digest(tree, node, low),
-                bytes(node.edge[low * size : high * size]),
-                tree.page_size,
-                MEDIUM[tier],
-                node.root.namespace,
-            )
-        )
+        parent = bytes(hashes[32 * low - 32 : 32 * low]) if low else _digest_above(tree, node)
+        digests, tokens = bytes(hashes[32 * low : 32 * high]), bytes(node.edge[low * size : high * size])
+    else:
+        parts = tree.cover(node, first, last)
+        ensure_hashes(parts[0][0], parts[0][2], size)
+        at, low, _ = parts[-1]
+        assert at.hashes is not None
+        parent = bytes(at.hashes[32 * low - 32 : 32 * low]) if low else _digest_above(tree, at)
+        parts.reverse()
+        digests = b"".join([at.hashes[32 * low : 32 * high] for at, low, high in parts])  # type: ignore[index]
+        tokens = b"".join([at.edge[low * size : high * size] for at, low, high in parts])
+    tree.events.append(BlockStored(digests, parent, tokens, tree.page_size, MEDIUM[tier], node.root.namespace))
+
+
+def tell_page(tree: Tree, node: Node) -> None:
+    """`tell_stored` on the device for one page more at the end of `node`: the loop of decoding rows."""
+    hashes, n = node.hashes, node.n
+    if hashes is None or len(hashes) != 32 * n - 32:
+        tell_stored(tree, node, DEVICE, node.end - 1, node.end)
         return
-    parts = tree.cover(node, first, last)
-    parts.reverse()
-    digests: list[bytes] = []
-    tokens: list[bytes] = []
-    parent: bytes | None = None
-    for at, low, high in parts:
-        hashes = ensure_hashes(at, high, tree.page_bytes)
-        if not digests:
-            parent = _parent_digest(tree, at, low)
-        digests.append(bytes(hashes[32 * low : 32 * high]))
-        tokens.append(bytes(memoryview(at.edge)[low * tree.page_bytes : high * tree.page_bytes]))
-    if digests:
-        tree.events.append(
-            BlockStored(b"".join(digests), parent, b"".join(tokens), tree.page_size, MEDIUM[tier], node.root.namespace)
-        )
+    parent, page = bytes(hashes[-32:]), bytes(node.edge[-tree.page_bytes :])
+    digest = page_digest(parent, page)
+    hashes += digest
+    tree.events.append(BlockStored(digest, parent, page, tree.page_size, MEDIUM[DEVICE], node.root.namespace))
 
 
 def hash_path(tree: Tree, node: Node, first: int, last: int) -> None:
@@ -54,15 +54,16 @@ def hash_path(tree: Tree, node: Node, first: int, last: int) -> None:
         ensure_hashes(at, high, tree.page_bytes)
 
 
-def _parent_digest(tree: Tree, node: Node, low: int) -> bytes | None:
-    if low:
-        assert node.hashes is not None
-        return bytes(node.hashes[32 * (low - 1) : 32 * low])
+def _digest_above(tree: Tree, node: Node) -> bytes | None:
+    """The digest of the page before `node`, if there is one."""
     parent = node.parent
     assert parent is not None
     if parent.parent is None:
         return None
-    return bytes(ensure_hashes(parent, parent.n, tree.page_bytes)[-32:])
+    hashes = parent.hashes
+    if hashes is None or len(hashes) < 32 * parent.n:
+        hashes = ensure_hashes(parent, parent.n, tree.page_bytes)
+    return bytes(hashes[-32:])
 
 
 def tell_removed(tree: Tree, node: Node, tier: int, columns: range | Ids) -> None:

@@ -14,6 +14,7 @@ from .load import Loads
 from .node import Node, Root
 from .pool import FLIGHT, FREE, LEASE, TREE, UNHOOKED, Ids
 from .steps import Steps
+from .transfer import Transfer
 from .tree import Tree, as_ids
 
 _HASHED_PAGES = 3000  # verify the hashes of trees up to this size
@@ -51,6 +52,7 @@ class _Check:
                 else:
                     self._holder(holder)
         self._flights()
+        self._saves()
         for transfer in [*self.loads.ledger.pending.values(), *self.loads.arrived.values()]:
             for g, (_, targets) in transfer.parts.items():
                 self._own(transfer.tier, g, targets[targets != 0], FLIGHT, f"transfer {transfer.op}")
@@ -174,6 +176,15 @@ class _Check:
         if not holder.detached:
             for tier in holder.tiers:
                 self.pins[tier][holder.node] += 1
+
+    def _saves(self) -> None:
+        marked: dict[Node, list[Transfer]] = {}
+        for transfer in self.loads.ledger.pending.values():
+            if transfer.tier != DEVICE and not transfer.holder.detached:
+                for node, _, _ in self.tree.cover(transfer.node, transfer.first, transfer.last):
+                    marked.setdefault(node, []).append(transfer)
+        for node in self.below:
+            assert (node.saving or []) == marked.get(node, []), f"{self._at(node)}: its saves are not what it says"
 
     def _flights(self) -> None:
         for flight in self.steps.flights.values():

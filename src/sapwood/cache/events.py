@@ -7,7 +7,7 @@ so that announcing a long prompt costs the scheduler's step nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -26,8 +26,7 @@ def _block_hashes(digests: bytes) -> list[int]:
     return hashes
 
 
-@dataclass(frozen=True, slots=True)
-class BlockStored:
+class BlockStored(NamedTuple):
     """Pages that became real in a tier: consecutive pages of one path, root side first."""
 
     digests: bytes
@@ -51,8 +50,7 @@ class BlockStored:
         return ids
 
 
-@dataclass(frozen=True, slots=True)
-class BlockRemoved:
+class BlockRemoved(NamedTuple):
     """Pages that left a tier, children before their parents."""
 
     digests: bytes

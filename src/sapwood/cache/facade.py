@@ -202,35 +202,39 @@ class HybridPrefixCache:
     def grow(self, lease: Lease, upto: int) -> bool:
         """Private pages for the tokens up to `upto`, in every group or (False, nothing changed) in none."""
         self._seated(lease)
-        tree = self._tree
         columns = -(-upto // self.page_size)
-        if all(4 * columns <= len(lease.tables[g]) for g in tree.paged):
-            return True
-        need = {g: max(0, columns - len(lease.tables[g]) // 4) for g in tree.paged}
-        if not self._room.can_make(DEVICE, need):
-            return False
-        self._room.make(DEVICE, need)
-        self._desk.extend(lease, upto)
+        need = {}
+        for g in self._tree.paged:
+            more = columns - len(lease.tables[g]) // 4
+            if more > 0:
+                need[g] = more
+        if need:
+            if not self._room.made(DEVICE, need):
+                return False
+            self._desk.extend(lease, need)
         return True
 
     def grow_rows(self, leases: Sequence[Lease]) -> dict[str, Ids] | None:
         """One more page for each lease in every group of pages; the new ids by group, or None, nothing changed."""
+        known = self._leases
         for lease in leases:
-            self._seated(lease)
+            if lease not in known or lease.waits:
+                self._seated(lease)
         tree = self._tree
         n = len(leases)
         paged = tree.paged
-        need = dict.fromkeys(paged, n)
-        if not self._room.can_make(DEVICE, need):
+        if not self._room.made(DEVICE, dict.fromkeys(paged, n)):
             return None
-        self._room.make(DEVICE, need)
         grown = {}
         for g in paged:
             ids = tree.pools[DEVICE][g].allocate(n, LEASE)
             grown[self.groups[g].name] = ids
             raw = ids.tobytes()
-            for at, lease in enumerate(leases):
-                lease.tables[g] += raw[4 * at : 4 * at + 4]
+            at = 0
+            for lease in leases:
+                table = lease.tables[g]
+                table += raw[at : at + 4]
+                at += 4
         return grown
 
     def table(self, lease: Lease, group: str) -> Ids:
@@ -241,7 +245,17 @@ class HybridPrefixCache:
 
     def columns(self, lease: Lease) -> int:
         """How many columns its tables have: pages it reads or was given."""
-        return max((len(lease.tables[g]) // 4 for g in self._tree.paged), default=0)
+        most = 0
+        for g in self._tree.paged:
+            most = max(most, len(lease.tables[g]))
+        return most // 4
+
+    def reach(self, lease: Lease) -> int:
+        """How many tokens its pages hold, in every group."""
+        least = 1 << 60
+        for g in self._tree.paged:
+            least = min(least, len(lease.tables[g]))
+        return least // 4 * self.page_size
 
     def write_from(self, lease: Lease, start: int) -> dict[str, int]:
         """By group: the first position whose K/V a row beginning at `start` may write. Ask before `publish`."""
@@ -260,10 +274,20 @@ class HybridPrefixCache:
             return []
         return self._follower.slide(lease, position)
 
+    def slide_rows(self, leases: Sequence[Lease], positions: Sequence[int]) -> dict[str, tuple[list[int], list[int]]]:
+        """`slide` for many; by group: which of `leases`, and the columns they gave up."""
+        known = self._leases
+        for lease in leases:
+            if lease not in known:
+                self._live(lease)
+        return self._follower.slide_rows(leases, positions)
+
     def publish(self, lease: Lease, tokens: bytes, upto: int, step: int) -> None:
         """Hand the first `upto` pages to the tree, promised by `step`; `tokens` are those of the request from its
         first on."""
         self._seated(lease)
+        if upto <= lease.depth and not (lease.cuts or self._tree.loose):
+            return
         if len(tokens) < upto * self._tree.page_bytes:
             raise ValueError(f"tokens must hold {upto} pages of {self.page_size}, got {len(tokens) // 4} tokens")
         self._has_pages(lease, upto)
@@ -280,9 +304,14 @@ class HybridPrefixCache:
             raise ValueError(
                 f"pages must be one page of tokens a lease, got {len(pages)} bytes for {len(leases)} leases"
             )
+        known, paged = self._leases, self._tree.paged
         for lease in leases:
-            self._live(lease)
-            self._has_pages(lease, lease.depth + 1)
+            if lease not in known:
+                self._live(lease)
+            need = 4 * lease.depth + 4
+            for g in paged:
+                if len(lease.tables[g]) < need:
+                    self._has_pages(lease, lease.depth + 1)
         for lease, duplicates in self._publisher.publish_rows(leases, pages):
             self._steps.remember_duplicates(lease, duplicates)
 
@@ -514,13 +543,13 @@ class HybridPrefixCache:
             raise ValueError("this lease has ended; match and admit the request again")
 
     def _seated(self, lease: Lease) -> None:
-        self._live(lease)
-        if lease.waits:
+        if lease not in self._leases or lease.waits:
+            self._live(lease)
             raise ValueError("this lease waits for a load; go on after load_done")
 
     def _has_pages(self, lease: Lease, pages: int) -> None:
         """What is published must be in the lease's tables."""
         for g in self._tree.paged:
-            have = len(lease.tables[g]) // 4
-            if have < pages:
+            if len(lease.tables[g]) < 4 * pages:
+                have = len(lease.tables[g]) // 4
                 raise ValueError(f"the lease has {have} pages of group {self.groups[g].name!r}, cannot publish {pages}")

@@ -10,14 +10,15 @@ from .group import DEVICE
 from .lease import Holder, Lease
 from .node import Node
 from .pool import FLIGHT, TREE, Ids
+from .runs import Ranges
 from .tree import Tree, as_ids
 
 
 class Fill(NamedTuple):
-    """Holes of a group that is not closed, filled by a lease: columns of its path, and the pages put there."""
+    """Holes of a group that is not closed, filled by a lease: where on its path, root side first, and the pages."""
 
     g: int
-    columns: Ids
+    where: Ranges
     ids: Ids
 
 
@@ -45,12 +46,12 @@ class Promise:
         self.duplicates = duplicates
         self.low = first  # the first page that is promised here in any group
         for fill in fills:
-            self.low = min(self.low, int(fill.columns[0]))
+            self.low = min(self.low, fill.where[0][0])
 
     def covers(self, g: int, column: int, closed: bool) -> bool:
         if closed:
             return self.first <= column < self.last
-        return any(fill.g == g and column in fill.columns for fill in self.fills)
+        return any(fill.g == g and any(low <= column < high for low, high in fill.where) for fill in self.fills)
 
 
 class Snapshot(NamedTuple):
@@ -120,16 +121,19 @@ def withdraw(tree: Tree, promise: Promise, freed: list[tuple[int, Ids]]) -> None
     for fill in promise.fills:
         pool = tree.pools[DEVICE][fill.g]
         taken = []
-        for node, low, high in tree.cover(promise.node, int(fill.columns[0]), int(fill.columns[-1]) + 1):
-            pages = node.device.pages[fill.g]
-            if pages is None:
-                continue
-            view = np.frombuffer(pages, np.int32)
-            inside = (fill.columns >= node.start + low) & (fill.columns < node.start + high)
-            at, ids = fill.columns[inside] - node.start, fill.ids[inside]
-            same = view[at] == ids
-            view[at[same]] = 0
-            taken.append(ids[same])
+        done = 0
+        for begin, end in fill.where:
+            ours = fill.ids[done : done + end - begin]
+            done += end - begin
+            for node, low, high in tree.cover(promise.node, begin, end):
+                pages = node.device.pages[fill.g]
+                if pages is None:
+                    continue
+                view = np.frombuffer(pages, np.int32)[low:high]
+                ids = ours[node.start + low - begin : node.start + high - begin]
+                same = view == ids
+                view[same] = 0
+                taken.append(ids[same])
         ids = np.concatenate(taken) if taken else np.zeros(0, np.int32)
         pool.idle -= int(np.count_nonzero(pool.readers[ids] == 0))
         pool.move(ids, TREE, FLIGHT)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from .flight import Flight, note_promises
 from .group import DEVICE
-from .lease import Holder, Lease
+from .lease import Lease, hold
 from .match import Matcher
 from .node import Node
 from .path import Path
-from .pool import FLIGHT, LEASE, PagePool
+from .pool import FLIGHT, LEASE
+from .runs import HOLE, present
 from .tree import Tree
 
 
@@ -26,16 +29,52 @@ class Follower:
         for g in tree.loose:
             spans, lease.low[g] = tree.families[g].slid(lease.low[g], position)
             for low, high in spans:
-                self._give_up(lease, g, low, high)
+                if lease.own:
+                    self._give_up(lease, g, low, high)
+                elif high - low == 1 and high <= lease.upto[g]:
+                    self._give_up_one(lease, g, low)
+                else:
+                    self._give_up_run(lease, g, low, high)
                 gone.append((tree.groups[g].name, low, high))
+        return gone
+
+    def slide_rows(self, leases: Sequence[Lease], positions: Sequence[int]) -> dict[str, tuple[list[int], list[int]]]:
+        """`slide` for many, most of which give up one page: by group, who, and which column."""
+        tree = self.tree
+        gone = {}
+        for g in tree.loose:
+            slid, unread, queue = tree.families[g].slid, tree.pools[DEVICE][g].unread_one, tree.queues[g, DEVICE]
+            who: list[int] = []
+            columns: list[int] = []
+            for i, lease in enumerate(leases):
+                spans, lease.low[g] = slid(lease.low[g], positions[i])
+                for low, high in spans:
+                    if high - low > 1:
+                        who += [i] * (high - low)
+                        columns += range(low, high)
+                    else:
+                        who.append(i)
+                        columns.append(low)
+                    if lease.own:
+                        self._give_up(lease, g, low, high)
+                    elif high - low > 1 or low >= lease.upto[g]:
+                        self._give_up_run(lease, g, low, high)
+                    else:
+                        table = lease.tables[g]
+                        page = int.from_bytes(table[4 * low : 4 * high], "little")
+                        table[4 * low : 4 * high] = HOLE
+                        if page and unread(page) and not lease.detached:
+                            node = lease.node
+                            while node.start > low:
+                                node = node.parent  # type: ignore[assignment]
+                            queue.add(node, node.device)
+            if who:
+                gone[tree.groups[g].name] = (who, columns)
         return gone
 
     def _give_up(self, lease: Lease, g: int, low: int, high: int) -> None:
         tree = self.tree
         pool = tree.pools[DEVICE][g]
-        if high - low == 1 and not lease.own:
-            self._give_up_one(lease, g, low, pool)
-            return
         table = np.frombuffer(lease.tables[g], np.int32)
         split = min(max(lease.upto[g], low), high)
         mine = [lease.own.pop((g, c)) for c in range(low, split) if (g, c) in lease.own] if lease.own else []
@@ -47,29 +86,34 @@ class Follower:
             private = np.append(private, np.array(mine, np.int32))
         shared = shared[shared != 0]
         if len(shared):
-            pool.unread(shared)
-            if not lease.detached:
-                tree.requeue(lease.node, DEVICE, g, low, split)
+            if pool.unread(shared) and not lease.detached:
+                tree.requeue(lease.node, DEVICE, [g], low, split)
         pool.release(private[private != 0], LEASE)
 
-    def _give_up_one(self, lease: Lease, g: int, column: int, pool: PagePool) -> None:
+    def _give_up_one(self, lease: Lease, g: int, column: int) -> None:
+        """`_give_up` for a page of the tree: what most decoding rows do when they cross a page."""
         tree = self.tree
         table = lease.tables[g]
         page = int.from_bytes(table[4 * column : 4 * column + 4], "little")
-        if not page:
-            return
-        table[4 * column : 4 * column + 4] = bytes(4)
-        if column >= lease.upto[g]:
-            pool.release(np.array([page], np.int32), LEASE)
-            return
-        pool.unread_one(page)
-        if lease.detached:
-            return
-        node = lease.node
-        while node.start > column:
-            assert node.parent is not None
-            node = node.parent
-        tree.queues[g, DEVICE].add(node, node.device)
+        table[4 * column : 4 * column + 4] = HOLE
+        if page and tree.pools[DEVICE][g].unread_one(page) and not lease.detached:
+            node = lease.node
+            while node.start > column:
+                node = node.parent  # type: ignore[assignment]
+            tree.queues[g, DEVICE].add(node, node.device)
+
+    def _give_up_run(self, lease: Lease, g: int, low: int, high: int) -> None:
+        """`_give_up` for a lease without duplicates."""
+        tree = self.tree
+        pool = tree.pools[DEVICE][g]
+        table = lease.tables[g]
+        split = 4 * min(max(lease.upto[g], low), high)
+        shared, private = table[4 * low : split], table[split : 4 * high]
+        table[4 * low : 4 * high] = bytes(len(shared) + len(private))
+        if shared and pool.unread(present(shared)) and not lease.detached:
+            tree.requeue(lease.node, DEVICE, [g], low, split // 4)
+        if private:
+            pool.release(present(private), LEASE)
 
     def refit(self, lease: Lease, path: Path, boundary: int, depth: int, length: int, held: Flight | None) -> None:
         """Let a lease go on from `boundary` of its own path (all of it on the device), following closed pages to
@@ -77,7 +121,7 @@ class Follower:
         tree = self.tree
         if held is not None:
             reading = {(DEVICE, g): lease.adopted(g)[1] for g in tree.loose}
-            held.holders.append(Holder(tree, lease.node, (DEVICE,), (0, lease.depth), reading))
+            held.holders.append(hold(tree, lease.node, (DEVICE,), (0, lease.depth), reading))
         node = lease.root.top
         if depth:
             last = next(n for n in reversed(path.nodes) if n.start < depth)
@@ -119,9 +163,8 @@ class Follower:
                 table[at.start + first : at.start + last] = there
                 at.device.used = tree.now
         pool.read(table[table != 0])
-        if len(before):
-            pool.unread(before)
-            tree.requeue(lease.node, DEVICE, g, int(columns[0]), int(columns[-1]) + 1)
+        if len(before) and pool.unread(before):
+            tree.requeue(lease.node, DEVICE, [g], int(columns[0]), int(columns[-1]) + 1)
         lease.tables[g] = bytearray(table.tobytes())
         lease.upto[g] = boundary
         lease.low[g] = spans[0][0] if spans else boundary
@@ -157,6 +200,10 @@ class Follower:
         tree = self.tree
         if lease.detached or not lease.root.hooked:
             return position
+        size = tree.page_bytes
+        after = tokens[lease.depth * size : (lease.depth + 1) * size]
+        if position >= lease.depth * tree.page_size and after not in lease.node.children:
+            return position  # the tree goes no further than the lease does
         path = tree.walk(lease.root, tokens)
         path.tier = DEVICE
         boundary, _ = self.matcher.boundary(path, lease.length)

@@ -18,11 +18,15 @@ if sys.byteorder != "little":  # tokens are compared and hashed as the bytes the
     raise ImportError("sapwood.cache needs a little-endian machine")
 
 
+def page_digest(parent: bytes, page: bytes) -> bytes:
+    return hashlib.sha256(parent + page).digest()
+
+
 def chain(parent: bytes, tokens: bytes | bytearray | memoryview, page_bytes: int) -> bytearray:
     """The digests of consecutive pages, one after the other."""
     sha256 = hashlib.sha256
-    digests = []
     view = bytes(tokens)
+    digests = []
     for at in range(0, len(view), page_bytes):
         parent = sha256(parent + view[at : at + page_bytes]).digest()
         digests.append(parent)
@@ -31,30 +35,30 @@ def chain(parent: bytes, tokens: bytes | bytearray | memoryview, page_bytes: int
 
 def ensure_hashes(node: Node, upto: int, page_bytes: int) -> bytearray:
     """The digests of at least the first `upto` pages of `node`, computed now where they were not."""
-    todo = [(node, upto)]
-    while True:
-        at, n = todo[-1]
-        have = 0 if at.hashes is None else len(at.hashes) // 32
-        if have < n:
-            if have:
-                assert at.hashes is not None
-                parent = bytes(at.hashes[-32:])
-            else:
-                above = at.parent
-                assert above is not None
-                if above.parent is None:
-                    parent = at.root.digest
-                elif above.hashes is not None and len(above.hashes) == 32 * above.n:
-                    parent = bytes(above.hashes[-32:])
-                else:
-                    todo.append((above, above.n))
-                    continue
-            more = chain(parent, memoryview(at.edge)[have * page_bytes : n * page_bytes], page_bytes)
-            if at.hashes is None:
-                at.hashes = more
-            else:
-                at.hashes += more
-        todo.pop()
-        if not todo:
-            assert at.hashes is not None
-            return at.hashes
+    hashes = node.hashes
+    if hashes is not None and len(hashes) >= 32 * upto:
+        return hashes
+    todo = [node]  # and above it whatever is not hashed to its end
+    while not todo[-1].hashes:
+        above = todo[-1].parent
+        assert above is not None
+        if above.parent is None or (above.hashes is not None and len(above.hashes) == 32 * above.n):
+            break
+        todo.append(above)
+    for at in reversed(todo):
+        hashes = _extend(at, upto if at is node else at.n, page_bytes)
+    assert hashes is not None
+    return hashes
+
+
+def _extend(node: Node, upto: int, page_bytes: int) -> bytearray:
+    """Hash the pages of `node` up to `upto`; whatever stands before them is hashed."""
+    hashes, above = node.hashes, node.parent
+    assert above is not None
+    if hashes:
+        have = len(hashes) // 32
+        hashes += chain(bytes(hashes[-32:]), memoryview(node.edge)[have * page_bytes : upto * page_bytes], page_bytes)
+        return hashes
+    parent = node.root.digest if not above.hashes else bytes(above.hashes[-32:])
+    node.hashes = hashes = chain(parent, memoryview(node.edge)[: upto * page_bytes], page_bytes)
+    return hashes

@@ -19,6 +19,7 @@ from .group import DEVICE
 from .namespace import Namespace
 from .path import Path
 from .pool import Ids
+from .runs import HOLE, present
 
 if TYPE_CHECKING:
     from .node import Node, Root
@@ -198,7 +199,12 @@ class Lease:
 
     def adopted(self, g: int) -> tuple[Ids, Ids]:
         """Columns and ids of the tree's pages in this lease's table."""
-        ids = self.table(g)[: self.upto[g]]
+        raw = self.tables[g][: 4 * self.upto[g]]
+        end = len(raw) // 4
+        low = end + -len(raw.lstrip(HOLE)) // 4
+        if not self.own and HOLE not in raw[4 * low :]:  # as most windows are: holes, then none
+            return np.arange(low, end, dtype=np.int32), np.frombuffer(raw[4 * low :], np.int32)
+        ids = np.frombuffer(raw, np.int32)
         there = ids != 0
         if self.own:
             for group, column in self.own:
@@ -209,9 +215,7 @@ class Lease:
 
     def private(self, g: int) -> Ids:
         """Ids of the pages of a paged group that this lease alone has."""
-        ids = np.frombuffer(self.tables[g][4 * self.upto[g] :], np.int32)
-        if len(ids) and not ids.all():
-            ids = ids[ids != 0]
+        ids = present(self.tables[g][4 * self.upto[g] :])
         if self.own:
             mine = [page for (group, _), page in self.own.items() if group == g]
             if mine:
@@ -220,7 +224,8 @@ class Lease:
 
 
 class Holder:
-    """A pin that is not a lease: on a path in some tiers, and on pages of its columns [low, high), until let go."""
+    """A pin that is not a lease: on a path in some tiers, and on pages of its columns [low, high), until let go.
+    Made by `hold`, or right here for pages (not of closed groups) that somebody reads already and hands over."""
 
     __slots__ = ("columns", "detached", "node", "pages", "root", "tiers")
 
@@ -240,9 +245,6 @@ class Holder:
         self.detached = False
         for tier in tiers:
             tree.pin(node, tier)
-        for (tier, g), ids in pages.items():
-            if g not in tree.closed:
-                tree.pools[tier][g].read(ids)
         self.root.holders[self] = None
 
     def detach(self, tree: Tree) -> None:
@@ -253,13 +255,29 @@ class Holder:
 
     def let_go(self, tree: Tree) -> None:
         del self.root.holders[self]
+        closed = () if self.detached else tree.closed
+        idle: dict[int, list[int]] = {}
         for (tier, g), ids in self.pages.items():
-            if self.detached:
-                tree.pools[tier][g].unread(ids)
-            elif g not in tree.closed:
-                tree.pools[tier][g].unread(ids)
-                tree.requeue(self.node, tier, g, *self.columns)
-        if not self.detached:
-            for tier in self.tiers:
-                tree.unpin(self.node, tier)
-        tree.forget_if_empty(self.root)
+            if g not in closed and tree.pools[tier][g].unread(ids):
+                idle.setdefault(tier, []).append(g)
+        if self.detached:
+            tree.forget_if_empty(self.root)
+            return
+        low, high = self.columns
+        for tier, groups in idle.items():
+            tree.requeue(self.node, tier, groups, low, high)
+        for tier in self.tiers:
+            tree.unpin(self.node, tier)
+        if not self.root.bound:
+            tree.forget_if_empty(self.root)
+
+
+def hold(
+    tree: Tree, node: Node, tiers: tuple[int, ...], columns: tuple[int, int], pages: dict[tuple[int, int], Ids]
+) -> Holder:
+    """Pin the path to `node`, and read `pages`, which lie in its columns [low, high)."""
+    closed = tree.closed
+    for (tier, g), ids in pages.items():
+        if g not in closed:
+            tree.pools[tier][g].read(ids)
+    return Holder(tree, node, tiers, columns, pages)

@@ -8,10 +8,11 @@ import numpy as np
 
 from .flight import note_promises
 from .group import DEVICE, HOST
-from .lease import Holder, Lease
+from .lease import Lease, hold
 from .node import Node
-from .pool import FLIGHT, TREE, UNHOOKED, Ids
-from .transfer import Ledger, Operation, Parts, Transfer, spread
+from .pool import FLIGHT, UNHOOKED, Ids
+from .runs import Ranges, runs, spread
+from .transfer import Ledger, Operation, Parts, Transfer
 from .tree import Tree
 
 
@@ -48,13 +49,13 @@ class Loads:
         if not wanted:
             return None
         held = {(HOST, g): ids for g, (_, ids) in wanted.items()}
-        holder = Holder(tree, node, (DEVICE, HOST), (first, last), held)
+        holder = hold(tree, node, (DEVICE, HOST), (first, last), held)
         parts: Parts = {}
-        for g, (columns, ids) in wanted.items():
+        where = {g: runs(columns) for g, (columns, _) in wanted.items()}
+        for g, (_, ids) in wanted.items():
             targets = tree.pools[DEVICE][g].allocate(len(ids), FLIGHT)
-            parts[g] = (spread(columns, ids, first, last), spread(columns, targets, first, last))
-        operation = self.ledger.begin(DEVICE, node, first, last, parts, holder)
-        transfer = self.ledger.pending[operation.op]
+            parts[g] = (spread(where[g], ids, first, last), spread(where[g], targets, first, last))
+        operation, transfer = self.ledger.begin(DEVICE, node, first, last, parts, where, holder)
         transfer.waiters.append(lease)
         lease.waits.append(transfer)
         for g, (columns, ids) in wanted.items():
@@ -132,33 +133,22 @@ class Loads:
 
     def _land_on_device(self, transfer: Transfer, waiters: list[Lease]) -> None:
         tree = self.tree
-        stored: list[tuple[int, int]] = []
+        stored: Ranges = []
         closed = [g for g in tree.closed if g in transfer.parts]
         if closed:
-            for node, first, last in reversed(tree.cover(transfer.node, transfer.first, transfer.last)):
-                a, b = node.start + first, node.start + last
-                targets = transfer.parts[closed[0]][1][a - transfer.first : b - transfer.first]
-                if not targets.any():
-                    continue
-                if node.device.count or first or last != node.n or not targets.all():
-                    self.ledger.free_columns(transfer, a, b)  # it was computed meanwhile
-                    continue
-                pages = {}
-                for g in closed:
-                    ids = transfer.parts[g][1][a - transfer.first : b - transfer.first]
-                    tree.pools[DEVICE][g].move(ids, FLIGHT, TREE)
-                    pages[g] = ids.tobytes()
-                tree.put_closed(node, DEVICE, pages)
-                self.ledger.count(transfer, "loaded", last - first)
-                if tree.told in closed:
-                    stored.append((a, b))
-        for g, (_, targets) in transfer.parts.items():
+            kept = self._land_closed(transfer, closed)
+            self.ledger.count(transfer, "loaded", kept)
+            if tree.told in closed:
+                stored = kept
+        for g, where in transfer.ranges.items():
             if g in tree.closed:
                 continue
-            columns = targets.nonzero()[0].astype(np.int32) + np.int32(transfer.first)
-            land = self.ledger.land_slot if g in tree.slots else self.ledger.land_loose
-            kept = land(transfer.node, DEVICE, g, columns, targets[targets != 0])
-            self.ledger.count(transfer, "loaded", sum(high - low for low, high in kept))
+            if g in tree.slots:
+                kept = self.ledger.land_slot(transfer, g, where)
+            else:
+                path = tree.cover(transfer.node, transfer.first, transfer.last)
+                kept = self.ledger.land_loose(transfer, g, where, path)
+            self.ledger.count(transfer, "loaded", kept)
             if g == tree.told:
                 stored += kept
             for lease in waiters:
@@ -166,6 +156,22 @@ class Loads:
         for lease in waiters:
             note_promises(self.tree, lease)
         self.ledger.announce(transfer.node, DEVICE, stored)
+
+    def _land_closed(self, transfer: Transfer, closed: list[int]) -> Ranges:
+        tree, base = self.tree, transfer.first
+        kept: Ranges = []
+        for node, first, last in reversed(tree.cover(transfer.node, transfer.first, transfer.last)):
+            a, b = node.start + first, node.start + last
+            targets = transfer.parts[closed[0]][1][a - base : b - base]
+            if not targets.any():
+                continue
+            if node.device.count or first or last != node.n or not targets.all():
+                self.ledger.free_columns(transfer, a, b)  # it was computed meanwhile
+                continue
+            tree.put_closed(node, DEVICE, {g: transfer.parts[g][1][a - base : b - base].tobytes() for g in closed})
+            kept.append((a, b))
+        self.ledger.tree_owns(transfer, closed, kept)
+        return kept
 
     def _take(self, lease: Lease, g: int) -> None:
         """A waiting lease reads at once what has come for it, so that nobody evicts it before the lease goes on."""

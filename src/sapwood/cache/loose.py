@@ -6,7 +6,7 @@ window. Only when nothing of that is left, the second gives up the windows thems
 
 from __future__ import annotations
 
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,8 +36,10 @@ class LooseQueue:
 
     def add(self, node: Node, copy: Copy) -> None:
         """`node` may have something to give: new pages, or some that lost their reader or their protection."""
-        if not copy.queued & self.bits[0]:
-            self._push(node, copy, 0)
+        bit = self.bits[0]
+        if not copy.queued & bit:
+            copy.queued |= bit
+            heappush(self.heaps[0], (copy.used, node.seq, node))
 
     def _push(self, node: Node, copy: Copy, heap: int) -> None:
         if not copy.queued & self.bits[heap]:
@@ -49,16 +51,18 @@ class LooseQueue:
         tree, g, tier = self.tree, self.g, self.tier
         for which, heap in enumerate(self.heaps):
             while need > 0 and heap:
-                used, _, node = heappop(heap)
-                if not node.alive:
+                used, _, node = heap[0]
+                if node.parent is None:
+                    heappop(heap)
                     self.stale[which] -= 1
                     continue
-                copy = tree.copy_in(node, tier)
+                copy: Copy = node.host if tier else node.device  # type: ignore[assignment]
+                if copy.used > used and copy.pages[g]:
+                    heapreplace(heap, (copy.used, node.seq, node))
+                    continue
+                heappop(heap)
                 copy.queued &= ~self.bits[which]
                 if not copy.pages[g]:
-                    continue
-                if copy.used > used:
-                    self._push(node, copy, which)
                     continue
                 if self.slot:
                     if not tree.pools[tier][g].readers[copy.pages[g]]:

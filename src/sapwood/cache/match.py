@@ -18,6 +18,8 @@ class Matcher:
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
         self.can_copy = not tree.slots
+        # Those that are asked quickest come first: what they rule out, the others need not look at.
+        self.families = [(g, tree.families[g]) for g in tree.slots + tree.closed + tree.loose]
 
     def match(self, binding: Binding, tokens: bytes, length: int, tier: int) -> Match:
         tree = self.tree
@@ -78,13 +80,10 @@ class Matcher:
     def boundary(self, path: Path, length: int) -> tuple[int, int]:
         """The deepest boundary every family can serve, and the group that last lowered it (-1: the tree's tokens)."""
         boundary, limiter = path.depth, -1
-        families = self.tree.families
-        if len(families) == 1:
-            lower = families[0].deepest(path, boundary, length)
-            return lower, -1 if lower == boundary else 0
+        families = self.families
         settled = 0
         while settled < len(families):
-            for g, family in enumerate(families):
+            for g, family in families:
                 lower = family.deepest(path, boundary, length)
                 if lower < boundary:
                     boundary, limiter, settled = lower, g, 1
@@ -99,7 +98,9 @@ class Matcher:
         if not self.tree.slots:
             return ()
         last = (length - 1) // self.tree.page_size
-        return tuple(sorted({cut for cut in (depth, last) if boundary < cut <= last}))
+        if boundary < depth < last:
+            return (depth, last)
+        return (last,) if boundary < last else ()
 
     def _pending(self, root: Root, tokens: bytes, length: int, boundary: int) -> int:
         """A deeper boundary than ours at which a running request will leave a snapshot."""
@@ -124,15 +125,15 @@ class Matcher:
         if most < 1:
             return None
         last = path.nodes[-1] if path.nodes else path.root.top
-        if path.nodes and last.end > path.depth:
-            candidates = [(last, path.depth - last.start)]
-        else:
-            candidates = [(child, 0) for child in islice(reversed(last.children.values()), _SIBLINGS)]
-        best: Sibling | None = None
         token = tokens[offset : offset + 4]
-        for node, at in candidates:
-            if not node.edge.startswith(token, at * tree.page_bytes):
-                continue
+        if path.nodes and last.end > path.depth:
+            at = path.depth - last.start
+            beside = [last] if last.edge.startswith(token, at * tree.page_bytes) else []
+        else:
+            at = 0
+            beside = [c for c in islice(reversed(last.children.values()), _SIBLINGS) if c.edge.startswith(token)]
+        best: Sibling | None = None
+        for node in beside:
             page = node.edge[at * tree.page_bytes : (at + 1) * tree.page_bytes]
             same = min(agree(page, tokens, offset, 4), most)
             if same > (best.tokens if best else 0) and self._copyable(node, at):

@@ -57,6 +57,7 @@ class Node:
         "promised",
         "recent",
         "root",
+        "saving",
         "seq",
         "start",
     )
@@ -85,6 +86,7 @@ class Node:
         self.hashes: bytearray | None = None  # sha256 digests of the first pages, as far as they were wanted
         self.promised: list[Promise] | None = None
         self.loading: Transfer | None = None
+        self.saving: list[Transfer] | None = None  # saves under way that read some of its pages
         self.moving = 0  # transfers anchored here
         self.crc: int | None = None  # of all tokens up to the node's end, while that end stays where it is
 

@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .group import DEVICE, HOST
+from .runs import HOLE
 
 if TYPE_CHECKING:
     from .node import Node, Root
     from .tree import Tree
-
-
-_HOLE = bytes(4)
 
 
 def agree(edge: bytes | bytearray, tokens: bytes, offset: int, page_bytes: int) -> int:
@@ -72,11 +70,11 @@ class Path:
             start = node.start
             if start >= high:
                 continue
-            first, last = max(low - start, 0), min(high - start, node.n)
+            first = low - start if low > start else 0
             pages = node.device.pages[index]
             # Four zero bytes in a row are a hole, or two ids beside each other: only then look closer.
-            if pages is None or pages.find(_HOLE, 4 * first, 4 * last) >= 0 or (patient and node.promised):
-                missing = self._last_hole(node, index, first, last)
+            if pages is None or pages.find(HOLE, 4 * first, 4 * (high - start)) >= 0 or (patient and node.promised):
+                missing = self._last_hole(node, index, first, min(high - start, node.n))
                 if missing >= 0:
                     return start + missing
             if start <= low:
@@ -104,19 +102,23 @@ class Path:
                 start = node.start
                 if start >= high:
                     continue
-                if start + node.n <= low:
-                    break
                 pages = node.device.pages[index]
                 if pages is not None:
-                    first, last = max(low - start, 0), min(high - start, node.n)
-                    table[4 * (start + first) : 4 * (start + last)] = pages[4 * first : 4 * last]
+                    first = low - start if low > start else 0
+                    here = pages[4 * first : 4 * (high - start)]
+                    table[4 * (start + first) : 4 * (start + first) + len(here)] = here
+                if start <= low:
+                    break
         return table
 
-    def device_run(self, index: int, low: int, high: int) -> int:
-        """How far the device has every page of a group from `low` on, at most to `high`."""
-        ids = np.frombuffer(self.device_pages(index, [(low, high)], high), np.int32)[low:]
-        holes = (ids == 0).nonzero()[0]
-        return low + int(holes[0]) if len(holes) else high
+    def device_run(self, index: int, low: int, high: int) -> bytearray:
+        """The device pages of a group from `low` on, at most to `high`, as far as there is no hole."""
+        pages = self.device_pages(index, [(low, high)], high)[4 * low :]
+        if HOLE in pages:
+            holes = (np.frombuffer(bytes(pages), np.int32) == 0).nonzero()[0]
+            if len(holes):
+                del pages[4 * int(holes[0]) :]
+        return pages
 
     def host_page(self, index: int, column: int) -> int:
         """The host page of a group at a column of the path, or 0."""
@@ -129,7 +131,11 @@ class Path:
 
     def ending(self, depth: int) -> Node:
         """The node that ends at `depth`."""
-        return next(node for node in reversed(self.nodes) if node.start + node.n == depth)
+        for node in reversed(self.nodes):
+            if node.start < depth:
+                assert node.start + node.n == depth
+                return node
+        raise AssertionError("a path has no node that ends there")
 
     def deepest_slot(self, index: int, limit: int) -> int:
         for node in reversed(self.nodes):

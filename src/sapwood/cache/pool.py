@@ -3,10 +3,14 @@
 A page has exactly one owner at any time, kept in a byte a page, so that a double release or a page given
 out twice is an error at once and not a wrong answer later. Beside the owner a page has a reader count: how
 many leases, copies and transfers read it *by page* (windows, snapshots, and all that was unhooked).
+
+Pages that were given out together mostly lie side by side, and are handed on together: so every operation first looks
+whether its pages are such a run, and then works on a slice.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import Final
 
@@ -22,7 +26,25 @@ FLIGHT: Final = 3
 UNHOOKED: Final = 4
 OWNERS: Final = ("free", "leases", "tree", "flight", "unhooked")[1:]
 _NOBODY: Final = 255  # of the null page
+_FEW: Final = 6  # up to so many pages a loop beats numpy, whose every call costs as much as a dozen turns
+_MARKS: Final = [bytes([owner]) for owner in range(5)]
 _NAMES: Final = ("free", "a lease", "the tree", "something in flight", "an unhooked namespace")
+
+
+_order = b""  # the ids from 0 on, as far as any pool has needed them: what a run is compared with
+
+
+def _order_upto(capacity: int) -> None:
+    global _order
+    if len(_order) <= 4 * capacity:
+        _order = np.arange(capacity + 1, dtype=np.int32).tobytes()
+
+
+def _run(ids: Ids, n: int) -> int:
+    """The first of `ids` if they lie side by side, in order (then they are different pages), else 0."""
+    raw = ids.tobytes()
+    first = int.from_bytes(raw[:4], "little")
+    return first if raw == _order[4 * first : 4 * (first + n)] else 0
 
 
 class PoolError(RuntimeError):
@@ -35,6 +57,7 @@ class PagePool:
     __slots__ = (
         "_low",
         "_owner",
+        "_reads",
         "_scratch",
         "_stack",
         "by_page",
@@ -49,6 +72,7 @@ class PagePool:
     )
 
     def __init__(self, name: str, capacity: int, page_bytes: int = 0, by_page: bool = False) -> None:
+        _order_upto(capacity)
         self.name = name
         self.capacity = capacity
         self.page_bytes = page_bytes
@@ -59,7 +83,8 @@ class PagePool:
         self._low = 0
         self._scratch: npt.NDArray[np.int32] | None = None
         self.counts = [capacity, 0, 0, 0, 0]
-        self.readers: npt.NDArray[np.int32] = np.zeros(capacity + 1, np.int32)
+        self._reads = array("i", bytes(4 * (capacity + 1)))
+        self.readers: npt.NDArray[np.int32] = np.frombuffer(self._reads, np.int32)  # the same memory
         self.by_page = by_page  # eviction goes page by page, not by leaves of the tree
         self.idle = 0  # if so: pages of the tree that nobody reads, which is what eviction may take
         self.watch: Callable[[str, Ids], None] | None = None  # called with "taken" or "freed": for content checks
@@ -79,27 +104,41 @@ class PagePool:
             raise PoolError(f"{self.name}: {n} pages asked for, {self.free} of {self.capacity} are free")
         ids = self._stack[low : low + n].copy()
         self._low = low + n
-        if n == 1:
-            self.owner[ids[0]] = owner
+        if n <= _FEW:
+            for page in ids.tolist():
+                self.owner[page] = owner
         else:
-            self._owner[ids.astype(np.intp)] = owner
+            first = _run(ids, n)
+            if first:
+                self.owner[first : first + n] = _MARKS[owner] * n
+            else:
+                self._owner[ids.astype(np.intp)] = owner
         self.counts[FREE] -= n
         self.counts[owner] += n
         if self.watch is not None and n:
             self.watch("taken", ids)
         return ids
 
+    def allocate_one(self, owner: int) -> int:
+        """`allocate` for a single page."""
+        low = self._low
+        if low >= self.capacity:
+            raise PoolError(f"{self.name}: a page asked for, none of {self.capacity} is free")
+        page = int(self._stack[low])
+        self._low = low + 1
+        self.owner[page] = owner
+        self.counts[FREE] -= 1
+        self.counts[owner] += 1
+        if self.watch is not None:
+            self.watch("taken", np.array([page], np.int32))
+        return page
+
     def release(self, ids: Ids, owner: int) -> None:
         """Give pages back that `owner` owns. Raises PoolError, with nothing changed, if one is not its own."""
         n = len(ids)
         if not n:
             return
-        if n == 1:
-            self._one(int(ids[0]), owner, FREE)
-        else:
-            at = self._owned(ids, owner)
-            self._different(ids, at)
-            self._owner[at] = FREE
+        self._hand(ids, n, owner, FREE)
         low = self._low
         self._stack[low - n : low] = ids
         self._low = low - n
@@ -108,74 +147,153 @@ class PagePool:
         if self.watch is not None:
             self.watch("freed", ids)
 
+    def release_one(self, page: int, owner: int) -> None:
+        """`release` for a single page."""
+        self.move_one(page, owner, FREE)
+        self._low -= 1
+        self._stack[self._low] = page
+        if self.watch is not None:
+            self.watch("freed", np.array([page], np.int32))
+
     def move(self, ids: Ids, old: int, new: int) -> None:
         """Hand (different) pages from one owner to another."""
         n = len(ids)
         if not n:
             return
-        if n == 1:
-            self._one(int(ids[0]), old, new)
-        else:
-            self._owner[self._owned(ids, old)] = new
+        self._hand(ids, n, old, new)
         self.counts[old] -= n
         self.counts[new] += n
 
-    def _one(self, page: int, old: int, new: int) -> None:
+    def move_one(self, page: int, old: int, new: int) -> None:
+        """`move` for a single page."""
         if not 0 < page <= self.capacity or self.owner[page] != old:
             self._complain(page, old)
         self.owner[page] = new
+        self.counts[old] -= 1
+        self.counts[new] += 1
+
+    def _hand(self, ids: Ids, n: int, old: int, new: int) -> int:
+        """`move`, without the counts. Returns the first of `ids` if they are seen to be a run, else 0."""
+        if n <= _FEW:
+            self._hand_few(ids.tolist(), old, new)
+            return 0
+        first = _run(ids, n)
+        if first and self.owner.count(old, first, first + n) == n:
+            self.owner[first : first + n] = _MARKS[new] * n
+            return first
+        at = self._owned(ids, old)
+        if new == FREE:
+            self._different(ids, at)
+        self._owner[at] = new
+        return 0
+
+    def _hand_few(self, pages: list[int], old: int, new: int) -> None:
+        owners = self.owner
+        for page in pages:
+            if not 0 < page <= self.capacity or owners[page] != old:
+                self._complain(page, old)
+        if new == FREE and len(set(pages)) < len(pages):
+            self._twice()
+        for page in pages:
+            owners[page] = new
 
     def read_one(self, page: int) -> None:
         """`read` for a single page."""
-        if self.by_page and not self.readers[page] and self.owner[page] == TREE:
+        count = self._reads[page]
+        if not count and self.by_page and self.owner[page] == TREE:
             self.idle -= 1
-        self.readers[page] += 1
+        self._reads[page] = count + 1
 
-    def unread_one(self, page: int) -> None:
+    def unread_one(self, page: int) -> bool:
         """`unread` for a single page."""
-        count = int(self.readers[page]) - 1
+        count = self._reads[page] - 1
         if count < 0:
-            raise PoolError(f"{self.name}: page {page} has no reader to leave")
-        self.readers[page] = count
+            self._unread_by_nobody(page)
+        self._reads[page] = count
         if not count:
             owner = self.owner[page]
             if owner == UNHOOKED:
-                self.release(np.array([page], np.int32), UNHOOKED)
+                self.release_one(page, UNHOOKED)
             elif self.by_page and owner == TREE:
                 self.idle += 1
+                return True
+        return False
 
     def read(self, ids: Ids) -> None:
         """One more reader for each of `ids`, which must be different pages."""
-        if len(ids) <= 1:
-            if len(ids):
-                self.read_one(int(ids[0]))
+        n = len(ids)
+        if n <= _FEW:
+            for page in ids.tolist():
+                self.read_one(page)
+            return
+        first = _run(ids, n)
+        if first and self.owner.count(TREE, first, first + n) == n:
+            readers = self.readers[first : first + n]
+            if self.by_page:
+                self.idle -= readers.tolist().count(0)
+            readers += 1
             return
         at = ids.astype(np.intp)
         before = self.readers[at]
-        if self.by_page:
-            self.idle -= int(np.count_nonzero((before == 0) & (self._owner[at] == TREE)))
         self.readers[at] = before + 1
+        if self.by_page:
+            self.idle -= self._owner[at[before == 0]].tobytes().count(TREE)
 
-    def unread(self, ids: Ids) -> None:
-        """One reader less for each of `ids`; unhooked ones that nobody reads now are freed."""
-        if len(ids) <= 1:
-            if len(ids):
-                self.unread_one(int(ids[0]))
-            return
+    def unread(self, ids: Ids) -> bool:
+        """One reader less for each of `ids`; unhooked ones that nobody reads now are freed. Returns whether one of
+        them became idle, so that eviction should hear of it."""
+        n = len(ids)
+        if n <= _FEW:
+            return self._unread_few(ids.tolist())
+        first = _run(ids, n)
+        if first and self.owner.count(TREE, first, first + n) == n:
+            readers = self.readers[first : first + n]
+            before = readers.tolist()
+            if 0 in before:
+                self._unread_by_nobody(first + before.index(0))
+            readers -= 1
+            idle = before.count(1) if self.by_page else 0
+        else:
+            idle = self._unread_scattered(ids)
+        self.idle += idle
+        return idle > 0
+
+    def _unread_few(self, pages: list[int]) -> bool:
+        for page in pages:
+            if self._reads[page] < 1:
+                self._unread_by_nobody(page)
+        idle = False
+        for page in pages:
+            idle |= self.unread_one(page)
+        return idle
+
+    def _unread_scattered(self, ids: Ids) -> int:
         at = ids.astype(np.intp)
         counts = self.readers[at] - 1
         if int(counts.min()) < 0:
-            raise PoolError(f"{self.name}: page {int(ids[counts < 0][0])} has no reader to leave")
+            self._unread_by_nobody(int(ids[counts < 0][0]))
         self.readers[at] = counts
-        owners = self._owner[at][counts == 0].tobytes()
-        if self.by_page:
-            self.idle += owners.count(TREE)
+        owners = self._owner[at[counts == 0]].tobytes()
         if UNHOOKED in owners:
             self.release(ids[(counts == 0) & (self._owner[at] == UNHOOKED)], UNHOOKED)
+        return owners.count(TREE) if self.by_page else 0
 
-    def add_readers(self, ids: Ids) -> None:
-        """One reader for each of `ids`, pages of the tree since just now, so never idle before."""
-        self.readers[ids.astype(np.intp)] += 1
+    def _unread_by_nobody(self, page: int) -> None:
+        raise PoolError(f"{self.name}: page {page} has no reader to leave")
+
+    def share(self, ids: Ids) -> None:
+        """A lease hands pages to the tree and goes on reading them."""
+        n = len(ids)
+        first = self._hand(ids, n, LEASE, TREE)
+        if n <= _FEW:
+            for page in ids.tolist():
+                self._reads[page] += 1
+        elif first:
+            self.readers[first : first + n] += 1
+        else:
+            self.readers[ids.astype(np.intp)] += 1
+        self.counts[LEASE] -= n
+        self.counts[TREE] += n
 
     def free_ids(self) -> Ids:
         ids: Ids = self._stack[self._low :].copy()
@@ -195,17 +313,15 @@ class PagePool:
         return at
 
     def _different(self, ids: Ids, at: npt.NDArray[np.intp]) -> None:
-        n = len(ids)
-        if n <= 32:
-            twice = len(set(ids.tolist())) != n
-        else:
-            if self._scratch is None:
-                self._scratch = np.zeros(self.capacity + 1, np.int32)
-            order = np.arange(n, dtype=np.int32)
-            self._scratch[at] = order
-            twice = 1 in (self._scratch[at] != order).tobytes()
-        if twice:
-            raise PoolError(f"{self.name}: the same page is named twice in one call")
+        if self._scratch is None:
+            self._scratch = np.zeros(self.capacity + 1, np.int32)
+        order = np.arange(len(ids), dtype=np.int32)
+        self._scratch[at] = order
+        if 1 in (self._scratch[at] != order).tobytes():
+            self._twice()
+
+    def _twice(self) -> None:
+        raise PoolError(f"{self.name}: the same page is named twice in one call")
 
     def _complain(self, page: int, owner: int) -> None:
         if not 0 < page <= self.capacity:

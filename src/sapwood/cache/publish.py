@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .announce import hash_path, tell_stored
+from .announce import hash_path, tell_page, tell_stored
 from .flight import Fill, Flight, Promise, is_real, mark
 from .group import DEVICE
 from .lease import Lease, Span
 from .node import Node
 from .path import agree
-from .pool import LEASE, TREE, Ids
+from .pool import LEASE, TREE
+from .runs import HOLE, Run, joined, ranges, runs
 from .tree import Tree, as_ids
 
 _THAW_BYTES = 65536  # a resting edge longer than this gets a child instead of being copied to grow
@@ -69,61 +70,83 @@ class Publisher:
         and owners change for all rows at once."""
         tree = self.tree
         size = tree.page_bytes
-        closed, loose = tree.closed, tree.loose
-        moved: dict[int, list[bytearray]] = {g: [] for g in closed + loose}
+        closed, loose, slots, paged, host = tree.closed, tree.loose, tree.slots, tree.paged, tree.has_host
+        moved: dict[int, list[bytearray]] = {g: [] for g in paged}
         fallen: list[tuple[Lease, list[tuple[int, int]]]] = []
-        quiet = not (tree.hashing or tree.has_host)
-        for at, lease in enumerate(leases):
+        quiet = not (tree.hashing or host)
+        told = bool(closed) or not tree.announcing or tree.told in loose
+        offset = -size
+        for lease in leases:
+            offset += size
             if lease.detached or not lease.writes:
                 continue
-            page = pages[at * size : (at + 1) * size]
-            node, depth = lease.node, lease.depth
-            copy = node.device
-            if (
-                type(node.edge) is not bytearray
-                or not self.can_grow(node)
-                or (loose and any(lease.upto[g] != depth for g in loose))
-                or (tree.announcing and not closed and tree.told not in loose)
-            ):
-                duplicates = self.publish(lease, page, depth, depth + 1, None, 0)
+            page = pages[offset : offset + size]
+            node, depth, upto, tables = lease.node, lease.depth, lease.upto, lease.tables
+            copy, edge, last = node.device, node.edge, lease.depth + 1
+            alone = (
+                told
+                and copy.holds - node.moving == 1
+                and not node.children
+                and node.loading is None
+                and (copy.count == node.n or not closed)
+            )
+            for g in loose:
+                alone = alone and upto[g] == depth
+            longer = alone and type(edge) is bytearray
+            for g in slots:
+                longer = longer and not (copy.pages[g] or (host and node.host.pages[g]))  # type: ignore[union-attr]
+            if longer:
+                edge += page
+                node.n += 1
+                node.crc = None
+                there = copy.pages
+                if closed:
+                    copy.count += 1
+                for g in paged:
+                    one = tables[g][4 * depth : 4 * last]
+                    mine = there[g]
+                    if mine is None:
+                        mine = there[g] = bytearray(4 * (node.n - 1))
+                    mine += one
+                    moved[g].append(one)
+                    upto[g] = last
+                if host:
+                    for g in loose:
+                        if node.host.pages[g] is not None:  # type: ignore[union-attr]
+                            node.host.pages[g] += HOLE  # type: ignore[union-attr]
+            elif alone and slots and closed and not node.moving:
+                # A snapshot stands at the end of the leaf: a new one begins below it, and takes over the lease's pin.
+                copy.kids += 1
+                node = lease.node = tree.attach(node, bytearray(page), 1)
+                copy = node.device
+                copy.holds = copy.count = 1
+                there = copy.pages
+                for g in paged:
+                    one = tables[g][4 * depth : 4 * last]
+                    there[g] = bytearray(one)
+                    moved[g].append(one)
+                    upto[g] = last
+            else:
+                duplicates = self.publish(lease, page, depth, last, None, 0)
                 if duplicates:
                     fallen.append((lease, duplicates))
                 continue
-            node.edge += page
-            node.n += 1
-            node.crc = None
-            if closed:
-                copy.count += 1
-            for g in closed:
-                one = lease.tables[g][4 * depth : 4 * depth + 4]
-                copy.pages[g] += one
-                moved[g].append(one)
-                lease.upto[g] = depth + 1
-            for g in loose:
-                one = lease.tables[g][4 * depth : 4 * depth + 4]
-                if copy.pages[g] is None:
-                    copy.pages[g] = bytearray(4 * (node.n - 1))
-                copy.pages[g] += one
-                if node.host is not None and node.host.pages[g] is not None:
-                    node.host.pages[g] += b"\0\0\0\0"
-                moved[g].append(one)
-                lease.upto[g] = depth + 1
-            lease.depth = depth + 1
+            lease.depth = last
             if not quiet:
                 self._row_is_real(lease, node, depth)
         for g, parts in moved.items():
             if parts:
                 ids = np.frombuffer(b"".join(parts), np.int32)
-                pool = tree.pools[DEVICE][g]
-                pool.move(ids, LEASE, TREE)
                 if g in loose:
-                    pool.add_readers(ids)
+                    tree.pools[DEVICE][g].share(ids)
+                else:
+                    tree.pools[DEVICE][g].move(ids, LEASE, TREE)
         return fallen
 
     def _row_is_real(self, lease: Lease, node: Node, depth: int) -> None:
         tree = self.tree
         if tree.announcing:
-            tell_stored(tree, node, DEVICE, depth, depth + 1)
+            tell_page(tree, node)
         elif tree.hashing:
             hash_path(tree, node, depth, depth + 1)
         if tree.has_host:
@@ -139,13 +162,13 @@ class Publisher:
             else:
                 for fill in fills:
                     if fill.g == tree.told:
-                        for low, high in runs(fill.columns):
+                        for low, high in fill.where:
                             tell_stored(tree, node, DEVICE, low, high)
         elif tree.hashing and first < last:
             hash_path(tree, node, first, last)
         if tree.has_host:
             for fill in fills:
-                first = min(first, int(fill.columns[0]))
+                first = min(first, fill.where[0][0])
             if first < last:
                 self.offer(lease, first, last, node)
 
@@ -160,8 +183,10 @@ class Publisher:
         lease runs its pages stay on the device: so short spans wait for more, or for the end of the lease."""
         waiting = lease.unsaved
         if waiting is not None:
-            node = waiting.node if waiting.last > last else node
-            first, last = min(first, waiting.first), max(last, waiting.last)
+            if waiting.last > last:
+                last, node = waiting.last, waiting.node
+            if waiting.first < first:
+                first = waiting.first
         if last - first >= self.save_pages or lease.ended:
             self.real.append(Span(first, last, node))
             lease.unsaved = None
@@ -170,13 +195,14 @@ class Publisher:
 
     def leftover(self, lease: Lease, offered: int) -> Span | None:
         """What a lease that ends has made real and nobody has been told of; `offered` spans were there before."""
+        if len(self.real) == offered:
+            unsaved, lease.unsaved = lease.unsaved, None
+            return unsaved
         spans = self.real[offered:]
         del self.real[offered:]
         if lease.unsaved is not None:
             spans.append(lease.unsaved)
             lease.unsaved = None
-        if not spans:
-            return None
         deepest = max(spans, key=lambda span: span.last)
         return Span(min(span.first for span in spans), deepest.last, deepest.node)
 
@@ -201,7 +227,7 @@ class Publisher:
         first = upto
         while depth < upto:
             offset = (depth - base) * size
-            child = node.children.get(bytes(tokens[offset : offset + size]))
+            child = node.children.get(bytes(tokens[offset : offset + size])) if node.children else None
             if child is None:
                 if tree.closed:
                     first = min(first, depth)
@@ -302,36 +328,45 @@ class Publisher:
     def _fill(self, lease: Lease, g: int, upto: int, fills: list[Fill], duplicates: list[tuple[int, int]]) -> None:
         """Put the lease's pages into the holes of its path; where the tree has one already, ours is a duplicate."""
         tree = self.tree
-        low = lease.upto[g]
-        mine = lease.table(g)
-        columns, ids = [], []
-        for node, first, last in tree.cover(lease.node, low, upto):
-            here = mine[node.start + first : node.start + last]
-            pages = node.device.pages[g]
-            if pages is None and last - first == node.n and here.all():
-                node.device.pages[g] = lease.tables[g][4 * node.start : 4 * (node.start + last)]
-                columns.append(np.arange(node.start, node.start + last, dtype=np.int32))
-                ids.append(here)
+        table = lease.tables[g]
+        filled: list[Run] = []
+        for node, first, last in reversed(tree.cover(lease.node, lease.upto[g], upto)):
+            begin = node.start + first
+            mine = table[4 * begin : 4 * (node.start + last)]
+            copy = node.device
+            pages = copy.pages[g]
+            # Four zero bytes in a row are a hole, or two ids beside each other: only then look closer.
+            if HOLE in mine or (pages and pages.count(0, 4 * first, 4 * last) < len(mine)):
+                filled += self._fill_holes(lease, g, node, first, last, duplicates)
                 continue
-            if pages is None:
-                pages = node.device.pages[g] = bytearray(4 * node.n)
-            view = np.frombuffer(pages, np.int32)[first:last]
-            new = (view == 0) & (here != 0)
-            view[new] = here[new]
-            columns.append(new.nonzero()[0].astype(np.int32) + np.int32(node.start + first))
-            ids.append(here[new])
-            both = (here != 0) & ~new
-            if 1 in both.tobytes():
-                for at in both.nonzero()[0].tolist():
-                    lease.own[g, node.start + first + at] = int(here[at])
-                    duplicates.append((g, node.start + first + at))
+            if pages is None and last - first == node.n:
+                copy.pages[g] = mine
+            else:
+                if pages is None:
+                    pages = copy.pages[g] = bytearray(4 * node.n)
+                pages[4 * first : 4 * last] = mine
+            filled.append((begin, mine))
         lease.upto[g] = upto
-        filled = ids[0] if len(ids) == 1 else np.concatenate(ids[::-1])
-        if len(filled):
-            pool = tree.pools[DEVICE][g]
-            pool.move(filled, LEASE, TREE)
-            pool.add_readers(filled)
-            fills.append(Fill(g, columns[0] if len(ids) == 1 else np.concatenate(columns[::-1]), filled))
+        if filled:
+            ids = joined(filled)
+            tree.pools[DEVICE][g].share(ids)
+            fills.append(Fill(g, ranges(filled), ids))
+
+    def _fill_holes(
+        self, lease: Lease, g: int, node: Node, first: int, last: int, duplicates: list[tuple[int, int]]
+    ) -> list[Run]:
+        """`_fill` for pages [first, last) of `node`, some of which the tree has or the lease has not."""
+        begin = node.start + first
+        here = np.frombuffer(bytes(lease.tables[g][4 * begin : 4 * (node.start + last)]), np.int32)
+        if node.device.pages[g] is None:
+            node.device.pages[g] = bytearray(4 * node.n)
+        view = np.frombuffer(node.device.pages[g], np.int32)[first:last]
+        new = (view == 0) & (here != 0)
+        view[new] = here[new]
+        for at in ((here != 0) & ~new).nonzero()[0].tolist():
+            lease.own[g, begin + at] = int(here[at])
+            duplicates.append((g, begin + at))
+        return [(begin + low, here[low:high].tobytes()) for low, high in runs(new.nonzero()[0].astype(np.int32))]
 
     # ---- duplicates
 
@@ -356,15 +391,3 @@ class Publisher:
             pool.release(np.array([page], np.int32), LEASE)
             lease.tables[g][4 * column : 4 * column + 4] = theirs.to_bytes(4, "little")
             self.replaced.append(Replaced(lease, tree.groups[g].name, column, theirs))
-
-
-def runs(columns: Ids) -> list[tuple[int, int]]:
-    """Sorted columns as ranges."""
-    n = len(columns)
-    if not n:
-        return []
-    first, last = int(columns[0]), int(columns[-1]) + 1
-    if last - first == n:
-        return [(first, last)]
-    breaks = (np.diff(columns) != 1).nonzero()[0] + 1
-    return [(int(part[0]), int(part[-1]) + 1) for part in np.split(columns, breaks) if len(part)]

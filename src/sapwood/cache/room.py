@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from .pool import FREE
 from .tree import Tree
 
 
@@ -21,15 +22,26 @@ class Room:
         """Whether all of it is free already."""
         pools = self.tree.pools[tier]
         for g, n in need.items():  # noqa: SIM110  (a loop: this is asked of every request)
-            if n > pools[g].free:
+            if n > pools[g].counts[FREE]:
                 return False
         return True
 
     def can_make(self, tier: int, need: Mapping[int, int], less: Mapping[int, int] | None = None) -> bool:
         """The dry run: would `make` succeed, if `less` pages of each group could not be evicted? Changes nothing."""
+        pools = self.tree.pools[tier]
         for g, n in need.items():
-            if n > 0 and n > self.available(tier, g) - (less.get(g, 0) if less else 0):
+            # What is free is there whatever `less` says: that only tells of pages which eviction could have taken.
+            if n > pools[g].counts[FREE] and n > self.available(tier, g) - (less.get(g, 0) if less else 0):
                 return False
+        return True
+
+    def made(self, tier: int, need: Mapping[int, int]) -> bool:
+        """`make` if it would succeed; else False, with nothing changed."""
+        if self.has(tier, need):
+            return True
+        if not self.can_make(tier, need):
+            return False
+        self.make(tier, need)
         return True
 
     def make(self, tier: int, need: Mapping[int, int]) -> None:

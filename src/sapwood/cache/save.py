@@ -1,18 +1,22 @@
-"""Saves: which real pages host does not have, room for them there, and what is visible once they have arrived."""
+"""Saves: which real pages host does not have, room for them there, and what is visible once they have arrived.
+
+Most saves are short: a few nodes, some pages of each. So pages are gathered and landed as runs (a column and the bytes
+of its ids), node by node, and owners and readers change once a group. numpy looks at a node only where something in it
+is in the way: a hole, a page host has already, a promise, another save under way.
+"""
 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from .group import DEVICE, HOST
-from .lease import Holder, Span
+from .lease import Span, hold
 from .node import Node
-from .pool import FLIGHT, TREE, Ids
-from .publish import runs
+from .pool import FLIGHT, Ids
 from .room import Room
-from .transfer import Ledger, Operation, Parts, Transfer, spread
-from .tree import Tree, as_ids
+from .runs import HOLE, Ranges, Run, joined, ranges, runs, spread
+from .transfer import Ledger, Operation, Parts, Transfer
+from .tree import Cover, Tree, as_ids
 
 
 class Saves:
@@ -20,7 +24,6 @@ class Saves:
         self.tree = tree
         self.room = room
         self.ledger = ledger
-        self.saving = [np.zeros(pool.capacity + 1, np.bool_) for pool in tree.pools[DEVICE]]
         host = [bool(group.host_pages) for group in tree.groups]
         whole = all(host[g] for g in tree.closed)  # closed groups are on host together or not at all
         self.savable = [g for g, there in enumerate(host) if there and (whole or g not in tree.closed)]
@@ -30,23 +33,31 @@ class Saves:
         tree, node = self.tree, span.node
         if not tree.has_host or not node.alive or not node.root.hooked:
             return None
-        found = self._to_save(span)
+        path = tree.cover(node, span.first, min(span.last, node.end))
+        found = self._to_save(path)
         if not found:
             return None
-        first = min(int(columns[0]) for columns, _ in found.values())
-        last = max(int(columns[-1]) for columns, _ in found.values()) + 1
-        need = {g: len(ids) for g, (_, ids) in found.items()}
-        holder = Holder(tree, node, (DEVICE,), (first, last), {(DEVICE, g): ids for g, (_, ids) in found.items()})
+        where = {g: ranges(got) for g, got in found.items()}
+        first = min([parts[0][0] for parts in where.values()])
+        last = max([parts[-1][1] for parts in where.values()])
+        sources = {(DEVICE, g): joined(got) for g, got in found.items()}
+        need = {g: len(ids) for (_, g), ids in sources.items()}
+        holder = hold(tree, node, (DEVICE,), (first, last), sources)
         if not self.room.has(HOST, need) and not self._make_room(node, last, need):
             holder.let_go(tree)
             self.ledger.counts["saves_skipped"] += 1
             return None
         parts: Parts = {}
-        for g, (columns, ids) in found.items():
+        for (_, g), ids in sources.items():
             targets = tree.pools[HOST][g].allocate(len(ids), FLIGHT)
-            self.saving[g][ids] = True
-            parts[g] = (spread(columns, ids, first, last), spread(columns, targets, first, last))
-        return self.ledger.begin(HOST, node, first, last, parts, holder)
+            if len(ids) < last - first:
+                ids, targets = spread(where[g], ids, first, last), spread(where[g], targets, first, last)
+            parts[g] = (ids, targets)
+        operation, transfer = self.ledger.begin(HOST, node, first, last, parts, where, holder)
+        for at, low, high in path:
+            if at.start + low < last and at.start + high > first:
+                at.saving = [*(at.saving or ()), transfer]
+        return operation
 
     def _make_room(self, node: Node, last: int, need: dict[int, int]) -> bool:
         """Evict from host what is least recently used, but nothing of the path that is about to be extended there."""
@@ -56,10 +67,8 @@ class Saves:
             ids = self._window_on_host(node, g, last)
             if len(ids):
                 kept[HOST, g] = ids
-        holder = Holder(tree, node, (HOST,), (0, last), kept)
-        fits = self.room.can_make(HOST, need)
-        if fits:
-            self.room.make(HOST, need)
+        holder = hold(tree, node, (HOST,), (0, last), kept)
+        fits = self.room.made(HOST, need)
         holder.let_go(tree)
         return fits
 
@@ -76,107 +85,129 @@ class Saves:
         held: Ids = ids[ids != 0]
         return held
 
-    def _to_save(self, span: Span) -> dict[int, tuple[Ids, Ids]]:
-        """By group: the columns of `span` (and their device pages) that host does not have."""
+    def _to_save(self, path: Cover) -> dict[int, list[Run]]:
+        """By group: the device pages of `path` that host does not have, root side first."""
         tree = self.tree
-        found: dict[int, list[tuple[Ids, Ids]]] = {}
-        for node, low, high in reversed(tree.cover(span.node, span.first, min(span.last, span.node.end))):
+        closed, slots = tree.closed, tree.slots
+        found: dict[int, list[Run]] = {g: [] for g in self.savable}
+        for node, low, high in reversed(path):
             host = node.host
             assert host is not None
-            for g in self.savable:
+            busy = node.promised or node.saving
+            start = node.start
+            for g, runs_found in found.items():
                 pages = node.device.pages[g]
                 if not pages:
                     continue
-                if g in tree.slots:
-                    if high == node.n and not host.pages[g] and not self.saving[g][pages]:
-                        found.setdefault(g, []).append(
-                            (np.array([node.end - 1], np.int32), np.array([pages], np.int32))
-                        )
+                first = low
+                if g in closed:
+                    if host.count > low:
+                        first = host.count
+                        if first >= high:
+                            continue
+                    ids = pages[4 * first : 4 * high]
+                    simple = not busy
+                elif g in slots:
+                    if high == node.n and not host.pages[g] and not self._under_way(node, g):
+                        runs_found.append((start + high - 1, pages.to_bytes(4, "little")))
                     continue
-                first = max(low, host.count) if g in tree.closed else low
-                if first < high:
-                    ids = np.frombuffer(bytes(pages[4 * first : 4 * high]), np.int32)
-                    at = self._unsaved(node, g, first, ids)
-                    if at is None:
-                        columns = np.arange(node.start + first, node.start + high, dtype=np.int32)
-                    else:
-                        columns, ids = (at + (node.start + first)).astype(np.int32), ids[at]
-                    if len(ids):
-                        found.setdefault(g, []).append((columns, ids))
-        return {
-            g: got[0] if len(got) == 1 else (np.concatenate([c for c, _ in got]), np.concatenate([i for _, i in got]))
-            for g, got in found.items()
-        }
+                else:
+                    ids = pages[4 * first : 4 * high]
+                    there = host.pages[g]
+                    # Four zero bytes in a row are a hole, or two ids beside each other: only then look closer.
+                    simple = not busy and HOLE not in ids
+                    simple = simple and (not there or there.count(0, 4 * first, 4 * high) == len(ids))
+                if simple:
+                    runs_found.append((start + first, ids))
+                else:
+                    runs_found += self._unsaved(node, g, first, bytes(ids))
+        return {g: got for g, got in found.items() if got}
 
-    def _unsaved(self, node: Node, g: int, first: int, ids: Ids) -> npt.NDArray[np.intp] | None:
-        """Which of `ids`, the device pages of `node` from `first` on, should be saved. None: all of them."""
+    @staticmethod
+    def _under_way(node: Node, g: int) -> bool:
+        """Whether a save of the snapshot at the end of `node` is under way."""
+        return node.saving is not None and any(save.covers(g, node.end - 1) for save in node.saving)
+
+    def _unsaved(self, node: Node, g: int, first: int, ids: bytes) -> list[Run]:
+        """Which of `ids`, the device pages of `node` from `first` on, should be saved: the careful way to look."""
         tree = self.tree
-        host = tree.copy_in(node, HOST)
-        loose = g in tree.loose
-        busy = self.saving[g][ids]
-        holes = loose and not ids.all()
-        there = loose and host.pages[g] is not None
-        if 1 not in busy.tobytes() and not holes and not there and not node.promised:
-            return None
-        want = (ids != 0) & ~busy
-        if there:
-            want &= np.frombuffer(bytes(host.pages[g]), np.int32)[first : first + len(ids)] == 0
-        for promise in node.promised or ():
-            for at in want.nonzero()[0].tolist():
-                if promise.covers(g, node.start + first + at, not loose):
+        closed = g in tree.closed
+        pages = np.frombuffer(ids, np.int32)
+        want = pages != 0
+        there = tree.copy_in(node, HOST).pages[g]
+        if not closed and there is not None:
+            want &= np.frombuffer(bytes(there), np.int32)[first : first + len(pages)] == 0
+        begin = node.start + first
+        for at in want.nonzero()[0].tolist():
+            for promise in node.promised or ():
+                if promise.covers(g, begin + at, closed):
                     want[at] = False
-        columns: npt.NDArray[np.intp] = want.nonzero()[0]
-        return columns
+            for save in node.saving or ():
+                if save.covers(g, begin + at):
+                    want[at] = False
+        return [(begin + low, ids[4 * low : 4 * high]) for low, high in runs(want.nonzero()[0].astype(np.int32))]
 
     def save_done(self, op: int, ok: bool) -> Span | None:
         """The save is over. Returns what host has now, for a backup, or None if it failed or has nowhere to go."""
         transfer = self.ledger.end(op, HOST)
-        tree = self.tree
-        for g, (sources, _) in transfer.parts.items():
-            self.saving[g][sources] = False
-        if not ok or transfer.holder.detached:
-            self.ledger.counts["saves_failed"] += not ok
-            self.ledger.free_targets(transfer)
-            self.ledger.let_go(transfer)
+        tree, ledger = self.tree, self.ledger
+        if transfer.holder.detached:
+            ledger.counts["saves_failed"] += not ok
+            ledger.free_targets(transfer)
+            ledger.let_go(transfer)
             return None
-        for g, (_, targets) in transfer.parts.items():
-            kept: list[tuple[int, int]] = []
-            if g not in tree.closed:
-                columns = targets.nonzero()[0].astype(np.int32)
-                ids = targets[columns]
-                land = self.ledger.land_slot if g in tree.slots else self.ledger.land_loose
-                kept = land(transfer.node, HOST, g, columns + np.int32(transfer.first), ids)
+        path = tree.cover(transfer.node, transfer.first, transfer.last)
+        for node, _, _ in path:
+            saving = node.saving
+            assert saving is not None
+            node.saving = None if len(saving) == 1 else [save for save in saving if save is not transfer]
+        if not ok:
+            ledger.counts["saves_failed"] += 1
+            ledger.free_targets(transfer)
+            ledger.let_go(transfer)
+            return None
+        landed: Ranges = []
+        for g, where in transfer.ranges.items():
+            nodes = tree.nodes
+            if g in tree.slots:
+                kept = ledger.land_slot(transfer, g, where)
+            elif g not in tree.closed:
+                kept = ledger.land_loose(transfer, g, where, path)
             elif g == tree.closed[0]:
-                kept = self._land_closed_on_host(transfer)
+                kept = self._land_closed(transfer, where, path)
+            else:
+                continue
+            if tree.nodes != nodes:  # one was split
+                path = tree.cover(transfer.node, transfer.first, transfer.last)
             if g == tree.told:
-                self.ledger.announce(transfer.node, HOST, kept)
-            self.ledger.count(transfer, "saved", sum(high - low for low, high in kept))
-        for node, _, _ in tree.cover(transfer.node, transfer.first, transfer.last):
-            tree.copy_in(node, HOST).used = tree.now
-        self.ledger.let_go(transfer)
+                ledger.announce(transfer.node, HOST, kept)
+            landed += kept
+        ledger.count(transfer, "saved", landed)
+        for node, _, _ in path:
+            node.host.used = tree.now  # type: ignore[union-attr]
+        ledger.let_go(transfer)
         return Span(transfer.first, transfer.last, transfer.node)
 
-    def _land_closed_on_host(self, transfer: Transfer) -> list[tuple[int, int]]:
+    def _land_closed(self, transfer: Transfer, where: Ranges, path: Cover) -> Ranges:
         """Host copies of closed groups: the first pages of each node. A gap before them becomes a node of its own."""
-        tree = self.tree
-        kept: list[tuple[int, int]] = []
-        targets = transfer.parts[tree.closed[0]][1]
-        for low, high in reversed(runs(targets.nonzero()[0].astype(np.int32) + np.int32(transfer.first))):
-            for node, first, last in tree.cover(transfer.node, low, high):
-                copy = tree.copy_in(node, HOST)
-                known = min(max(copy.count, first), last)
-                if known > first:
-                    self.ledger.free_columns(transfer, node.start + first, node.start + known)
-                if known == last:
-                    continue
-                a, b = node.start + known, node.start + last
-                if copy.count < known:
-                    tree.split(node, known)
-                pages = {}
-                for g in tree.closed:
-                    ids = transfer.parts[g][1][a - transfer.first : b - transfer.first]
-                    tree.pools[HOST][g].move(ids, FLIGHT, TREE)
-                    pages[g] = ids.tobytes()
-                tree.put_closed(node, HOST, pages)
+        tree, base = self.tree, transfer.first
+        targets = {g: transfer.parts[g][1].tobytes() for g in tree.closed}
+        kept: Ranges = []
+        for low, high in reversed(where):
+            whole = low == base and high == transfer.last
+            for node, first, last in path if whole else tree.cover(transfer.node, low, high):
+                copy = node.host
+                assert copy is not None
+                a, b = node.start + first, node.start + last
+                if copy.count > first:
+                    known = min(copy.count, last)
+                    self.ledger.free_columns(transfer, a, node.start + known)
+                    if known == last:
+                        continue
+                    a = node.start + known
+                elif copy.count < first:
+                    tree.split(node, first)
+                tree.put_closed(node, HOST, {g: ids[4 * (a - base) : 4 * (b - base)] for g, ids in targets.items()})
                 kept.append((a, b))
+        self.ledger.tree_owns(transfer, tree.closed, kept)
         return kept

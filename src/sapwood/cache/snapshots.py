@@ -50,7 +50,6 @@ class Snapshots:
                 node = lease.seed_node
                 assert node is not None
                 flight.holders.append(Holder(tree, node, (DEVICE,), (node.end - 1, node.end), ids))
-                self.follower.unseed(lease.seed, lease.seed_node)
                 lease.seed = {}
         if lease.source is not None:
             for (_, g), page in lease.source.pages.items():
@@ -69,24 +68,27 @@ class Snapshots:
             self._skip_cut(lease, page)
             return []
         need = dict.fromkeys(tree.slots, 1)
-        place = self._rolling_node(lease)
-        old = {} if place is None else {g: place.device.pages[g] for g in tree.slots if place.device.pages[g]}
-        for g, slot in old.items():  # never evict the last checkpoint to make the next: that one may fail
-            tree.pools[DEVICE][g].read_one(slot)
-        fits = room.can_make(DEVICE, need)
-        if fits:
-            room.make(DEVICE, need)
-        self.follower.unseed(old, place)
-        if not fits:
+        if not room.has(DEVICE, need) and not self._make_room(lease, need):
             self.counts["checkpoints_skipped"] += 1
             self._skip_cut(lease, page)
             return []
-        slots = {g: int(tree.pools[DEVICE][g].allocate(1, FLIGHT)[0]) for g in tree.slots}
+        slots = {g: tree.pools[DEVICE][g].allocate_one(FLIGHT) for g in tree.slots}
         flight.snapshots.append(Snapshot(lease, page, slots, rolling))
         self.counts["checkpoints"] += 1
         return [
             PageCopy(tree.groups[g].name, lease.working[g], slot, tree.page_size, "after") for g, slot in slots.items()
         ]
+
+    def _make_room(self, lease: Lease, need: dict[int, int]) -> bool:
+        """Evict for a checkpoint, but never the last one to make the next: that one may fail."""
+        tree = self.tree
+        place = self._rolling_node(lease)
+        old = {} if place is None else {g: place.device.pages[g] for g in tree.slots if place.device.pages[g]}
+        for g, slot in old.items():
+            tree.pools[DEVICE][g].read_one(slot)
+        fits = self.room.made(DEVICE, need)
+        self.follower.unseed(old, place)
+        return fits
 
     def _rolling_node(self, lease: Lease) -> Node | None:
         """Where the checkpoint stands that the next one replaces, if it is still there."""
@@ -102,7 +104,7 @@ class Snapshots:
         tree, lease = self.tree, snapshot.lease
         if lease.detached or lease.depth < snapshot.page or lease not in lease.root.holders:
             for g, slot in snapshot.slots.items():
-                tree.pools[DEVICE][g].release(np.array([slot], np.int32), FLIGHT)
+                tree.pools[DEVICE][g].release_one(slot, FLIGHT)
             self.counts["snapshots_lost"] += 1
             self._skip_cut(lease, snapshot.page)
             return
@@ -157,8 +159,7 @@ class Snapshots:
         node = lease.node
         kept = []
         for g, slot in list(lease.working.items()):
-            ids = np.array([slot], np.int32)
-            tree.pools[DEVICE][g].move(ids, LEASE, FLIGHT)
+            tree.pools[DEVICE][g].move_one(slot, LEASE, FLIGHT)
             del lease.working[g]
             if put_slot(tree, node, DEVICE, g, slot):
                 kept.append(g)

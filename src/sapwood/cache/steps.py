@@ -10,7 +10,7 @@ import numpy as np
 from .flight import Flight, unmark, withdraw
 from .follow import Follower
 from .group import DEVICE
-from .lease import Holder, Lease, Span
+from .lease import Lease, Span, hold
 from .pool import FLIGHT, LEASE, UNHOOKED, Ids
 from .publish import Publisher, Replaced
 from .snapshots import Snapshots
@@ -34,10 +34,14 @@ class Steps:
         self.unsettled: dict[Lease, list[tuple[int, int]]] = {}  # duplicates that steps in flight still read
         self.doomed = 0  # steps up to this one count as failed whatever they say: an earlier one has failed
         self.last = 0  # the newest step whose event has come
+        self.newest = 0  # the newest step anybody has told of
         self.counts = {"steps": 0, "steps_failed": 0, "duplicates_freed": 0}
 
     def flight(self, step: int) -> Flight:
         """Step `step`, which is being planned."""
+        flight = self.flights.get(step)
+        if flight is not None and step == self.newest and step > self.doomed:
+            return flight
         if step <= max(self.last, self.doomed) or (self.flights and step < max(self.flights)):
             raise ValueError(f"step {step} cannot be planned any more: steps are planned in order, each once")
         return self._known(step)
@@ -50,6 +54,7 @@ class Steps:
         flight = self.flights.get(step)
         if flight is None:
             flight = self.flights[step] = Flight(step)
+            self.newest = max(self.newest, step)
         return flight
 
     def oldest(self, default: int) -> int:
@@ -209,10 +214,10 @@ class Steps:
         old = lease.node
         low = max(page, 0)
         if held is not None:
-            held.holders.append(Holder(tree, old, (DEVICE,), (low, lease.depth), reading))
+            held.holders.append(hold(tree, old, (DEVICE,), (low, lease.depth), reading))
         for (_, g), ids in reading.items():
             tree.pools[DEVICE][g].unread(ids)
-            tree.requeue(old, DEVICE, g, low, lease.depth)
+            tree.requeue(old, DEVICE, [g], low, lease.depth)
         if lease.depth > page:
             node = tree.node_ending(old, page) if page else lease.root.top
             tree.pin(node, DEVICE)
@@ -265,7 +270,7 @@ class Steps:
         for transfer in lease.waits:
             transfer.waiters.remove(lease)
         lease.waits = []
-        steps = [step for step, _ in lease.deps if step in self.flights]
+        steps = [step for step, _ in lease.deps if step in self.flights] if self.flights else []
         for step in (reading, self.doomed):  # a doomed step still writes what it was given
             running = self.in_flight(step)
             if running is not None:
@@ -282,19 +287,20 @@ class Steps:
     def _drop(self, lease: Lease, owner: int) -> None:
         tree = self.tree
         for g in tree.paged:
-            tree.pools[DEVICE][g].release(lease.private(g), owner)
+            if lease.own or len(lease.tables[g]) > 4 * lease.upto[g]:
+                tree.pools[DEVICE][g].release(lease.private(g), owner)
         for g, slot in lease.working.items():
-            tree.pools[DEVICE][g].release(np.array([slot], np.int32), owner)
-        self.follower.unseed(lease.seed, None if lease.detached else lease.seed_node)
+            tree.pools[DEVICE][g].release_one(slot, owner)
+        if lease.seed:
+            self.follower.unseed(lease.seed, None if lease.detached else lease.seed_node)
         if lease.source is not None:
             lease.source.let_go(tree)
-        for g in tree.loose + (tree.closed if lease.detached else []):
+        for g in tree.paged if lease.detached else tree.loose:
             columns, ids = lease.adopted(g)
-            if len(ids):
-                tree.pools[DEVICE][g].unread(ids)
-                if not lease.detached:
-                    tree.requeue(lease.node, DEVICE, g, int(columns[0]), int(columns[-1]) + 1)
+            if len(ids) and tree.pools[DEVICE][g].unread(ids) and not lease.detached:
+                tree.requeue(lease.node, DEVICE, [g], int(columns[0]), int(columns[-1]) + 1)
         del lease.root.holders[lease]
         if not lease.detached:
             tree.unpin(lease.node, DEVICE)
-        tree.forget_if_empty(lease.root)
+        if lease.detached or not lease.root.bound:
+            tree.forget_if_empty(lease.root)

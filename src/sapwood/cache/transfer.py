@@ -13,10 +13,10 @@ import numpy as np
 from .announce import tell_stored
 from .lease import Holder, Lease
 from .namespace import Namespace
-from .node import Node
+from .node import Copy, Node
 from .pool import FLIGHT, TREE, Ids
-from .publish import runs
-from .tree import Tree
+from .runs import Ranges, runs
+from .tree import Cover, Tree
 
 Parts = dict[int, tuple[Ids, Ids]]
 
@@ -33,18 +33,32 @@ class Operation(NamedTuple):
 class Transfer:
     """One save or load between its begin and its acknowledgement."""
 
-    __slots__ = ("after", "first", "holder", "last", "node", "op", "parts", "tier", "waiters")
+    __slots__ = ("after", "first", "holder", "last", "node", "op", "parts", "ranges", "tier", "waiters")
 
-    def __init__(self, op: int, tier: int, node: Node, first: int, last: int, parts: Parts, holder: Holder) -> None:
+    def __init__(
+        self,
+        op: int,
+        tier: int,
+        node: Node,
+        first: int,
+        last: int,
+        parts: Parts,
+        where: dict[int, Ranges],
+        holder: Holder,
+    ) -> None:
         self.op = op
         self.tier = tier  # where it writes
         self.node = node
         self.first = first
         self.last = last
         self.parts = parts
+        self.ranges = where  # by group: which pages are moved
         self.holder = holder
         self.waiters: list[Lease] = []
         self.after: list[Transfer] = []  # loads further down the path that arrived before this one
+
+    def covers(self, g: int, column: int) -> bool:
+        return any(low <= column < high for low, high in self.ranges.get(g, ()))
 
 
 class Ledger:
@@ -65,14 +79,17 @@ class Ledger:
             "pages_loaded": 0,
         }
 
-    def begin(self, tier: int, node: Node, first: int, last: int, parts: Parts, holder: Holder) -> Operation:
+    def begin(
+        self, tier: int, node: Node, first: int, last: int, parts: Parts, where: dict[int, Ranges], holder: Holder
+    ) -> tuple[Operation, Transfer]:
         op = self.next_op
         self.next_op += 1
-        self.pending[op] = Transfer(op, tier, node, first, last, parts, holder)
+        transfer = self.pending[op] = Transfer(op, tier, node, first, last, parts, where, holder)
         node.moving += 1
         self.counts["saves" if tier else "loads"] += 1
         names = self.tree.groups
-        return Operation(op, node.root.namespace, first, {names[g].name: arrays for g, arrays in parts.items()})
+        pages = {names[g].name: arrays for g, arrays in parts.items()}
+        return Operation(op, node.root.namespace, first, pages), transfer
 
     def end(self, op: int, tier: int) -> Transfer:
         transfer = self.pending.get(op)
@@ -85,7 +102,9 @@ class Ledger:
         transfer.node.moving -= 1
         transfer.holder.let_go(self.tree)
 
-    def count(self, transfer: Transfer, what: str, pages: int) -> None:
+    def count(self, transfer: Transfer, what: str, kept: Ranges) -> None:
+        """Pages that came, of any group."""
+        pages = sum([high - low for low, high in kept])
         self.counts[f"pages_{what}"] += pages
         transfer.node.root.tally[f"{what}_pages"] += pages
 
@@ -99,45 +118,62 @@ class Ledger:
             ids = transfer.parts[g][1][low - transfer.first : high - transfer.first]
             self.tree.pools[transfer.tier][g].release(ids[ids != 0], FLIGHT)
 
-    def land_loose(self, node: Node, tier: int, g: int, columns: Ids, ids: Ids) -> list[tuple[int, int]]:
-        """Put pages into the holes of a path; where one was filled meanwhile, free. Returns the filled ranges."""
-        tree = self.tree
-        pool = tree.pools[tier][g]
-        kept: list[tuple[int, int]] = []
-        first, last = int(columns[0]), int(columns[-1]) + 1
-        for at, low, high in tree.cover(node, first, last):
-            copy = tree.copy_in(at, tier)
-            if last - first == len(columns):
-                a = at.start + low - first
-                where, pages = np.arange(low, high, dtype=np.int32), ids[a : a + high - low]
-            else:
-                inside = (columns >= at.start + low) & (columns < at.start + high)
-                where, pages = columns[inside] - at.start, ids[inside]
-                if not len(where):
-                    continue
-            if copy.pages[g] is None:
-                copy.pages[g] = bytearray(4 * at.n)
-            view = np.frombuffer(copy.pages[g], np.int32)
-            taken = view[where]
-            if taken.any():
-                pool.release(pages[taken != 0], FLIGHT)
-                where, pages = where[taken == 0], pages[taken == 0]
-            view[where] = pages
-            pool.move(pages, FLIGHT, TREE)
-            pool.idle += len(pages)
-            tree.queues[g, tier].add(at, copy)
-            kept += [(x + at.start, y + at.start) for x, y in runs(where)]
+    def tree_owns(self, transfer: Transfer, groups: list[int], kept: Ranges) -> int:
+        """The pages that came for the ranges `kept` are the tree's now. Returns how many."""
+        n, base = sum([high - low for low, high in kept]), transfer.first
+        for g in groups if n else ():
+            ids = transfer.parts[g][1]
+            if n < len(ids):
+                ids = np.concatenate([ids[low - base : high - base] for low, high in kept])
+            self.tree.pools[transfer.tier][g].move(ids, FLIGHT, TREE)
+        return n
+
+    def land_loose(self, transfer: Transfer, g: int, where: Ranges, path: Cover) -> Ranges:
+        """Put pages into the holes of a path; where one was filled meanwhile, free. Returns the filled ranges.
+        `path` is what the whole transfer covers."""
+        tree, tier, base = self.tree, transfer.tier, transfer.first
+        queue = tree.queues[g, tier]
+        ids = transfer.parts[g][1].tobytes()
+        kept: Ranges = []
+        for begin, end in where:
+            whole = begin == base and end == transfer.last
+            for at, low, high in path if whole else tree.cover(transfer.node, begin, end):
+                copy: Copy = at.host if tier else at.device  # type: ignore[assignment]
+                pages = copy.pages[g]
+                a, b = at.start + low, at.start + high
+                if pages is None:
+                    pages = copy.pages[g] = bytearray(4 * at.n)
+                if pages.count(0, 4 * low, 4 * high) == 4 * (high - low):
+                    pages[4 * low : 4 * high] = ids[4 * (a - base) : 4 * (b - base)]
+                    kept.append((a, b))
+                else:
+                    kept += self._land_in_holes(transfer, g, at, low, high)
+                queue.add(at, copy)
+        tree.pools[tier][g].idle += self.tree_owns(transfer, [g], kept)
         return kept
 
-    def land_slot(self, node: Node, tier: int, g: int, columns: Ids, ids: Ids) -> list[tuple[int, int]]:
+    def _land_in_holes(self, transfer: Transfer, g: int, node: Node, low: int, high: int) -> Ranges:
+        """`land_loose` for pages [low, high) of `node`, some of which are there already."""
+        tree, tier = self.tree, transfer.tier
+        begin = node.start + low
+        view = np.frombuffer(tree.copy_in(node, tier).pages[g], np.int32)[low:high]
+        ids = transfer.parts[g][1][begin - transfer.first : begin - transfer.first + high - low]
+        taken = view != 0
+        tree.pools[tier][g].release(ids[taken], FLIGHT)
+        view[~taken] = ids[~taken]
+        return [(begin + a, begin + b) for a, b in runs((~taken).nonzero()[0].astype(np.int32))]
+
+    def land_slot(self, transfer: Transfer, g: int, where: Ranges) -> Ranges:
+        targets = transfer.parts[g][1]
         kept = []
-        for column, slot in zip(columns.tolist(), ids, strict=True):
-            at = self.tree.node_ending(node, column + 1)
-            if put_slot(self.tree, at, tier, g, int(slot)):
-                kept.append((column, column + 1))
+        for low, high in where:
+            for column in range(low, high):
+                at = self.tree.node_ending(transfer.node, column + 1)
+                if put_slot(self.tree, at, transfer.tier, g, int(targets[column - transfer.first])):
+                    kept.append((column, column + 1))
         return kept
 
-    def announce(self, node: Node, tier: int, ranges: list[tuple[int, int]]) -> None:
+    def announce(self, node: Node, tier: int, ranges: Ranges) -> None:
         """Tell of ranges that came, those nearest the root first, neighbours in one breath."""
         if not self.tree.announcing or not ranges:
             return
@@ -151,24 +187,14 @@ class Ledger:
         tell_stored(self.tree, node, tier, first, last)
 
 
-def spread(columns: Ids, ids: Ids, first: int, last: int) -> Ids:
-    """`ids` at their columns in an array for the pages [first, last), 0 elsewhere."""
-    if len(ids) == last - first:
-        return ids
-    array = np.zeros(last - first, np.int32)
-    array[columns - first] = ids
-    return array
-
-
 def put_slot(tree: Tree, node: Node, tier: int, g: int, slot: int) -> bool:
     """A snapshot in flight becomes the tree's at the end of `node`; it is freed if there is one already."""
     pool = tree.pools[tier][g]
-    ids = np.array([slot], np.int32)
-    copy = tree.copy_in(node, tier)
+    copy: Copy = node.host if tier else node.device  # type: ignore[assignment]
     if copy.pages[g]:
-        pool.release(ids, FLIGHT)
+        pool.release_one(slot, FLIGHT)
         return False
-    pool.move(ids, FLIGHT, TREE)
+    pool.move_one(slot, FLIGHT, TREE)
     pool.idle += 1
     copy.pages[g] = slot
     tree.queues[g, tier].add(node, copy)

@@ -24,6 +24,8 @@ from .pool import TREE, Ids, PagePool
 
 _IN_SHELF = 1
 
+Cover = list[tuple[Node, int, int]]  # nodes of a path, deepest first, and which of their own pages are meant
+
 
 def as_ids(pages: bytes | bytearray) -> Ids:
     """Page ids from the bytes they are kept as. A copy: a view would forbid a bytearray to grow."""
@@ -54,6 +56,7 @@ class Tree:
         self.loose = [i for i, f in enumerate(fams) if not f.closed and f.shape == "pages"]
         self.paged = self.closed + self.loose
         self.slots = [i for i, f in enumerate(fams) if f.shape == "slot"]
+        self._no_pages: list[Any] = [b"" if f.closed else 0 if f.shape == "slot" else None for f in fams]
         self.has_host = any(g.host_pages for g in groups)
         self.tiers = (DEVICE, HOST) if self.has_host else (DEVICE,)
         self.pools = [
@@ -103,16 +106,8 @@ class Tree:
 
     def _node(self, root: Root, parent: Node | None, edge: bytes | bytearray, start: int, n: int) -> Node:
         self.seq += 1
-        host = Copy(self._no_pages(), self.now) if self.has_host else None
-        return Node(root, parent, edge, start, n, self.seq, Copy(self._no_pages(), self.now), host)
-
-    def _no_pages(self) -> list[Any]:
-        blank: list[Any] = [None] * len(self.groups)
-        for g in self.closed:
-            blank[g] = b""
-        for g in self.slots:
-            blank[g] = 0
-        return blank
+        host = Copy(self._no_pages.copy(), self.now) if self.has_host else None
+        return Node(root, parent, edge, start, n, self.seq, Copy(self._no_pages.copy(), self.now), host)
 
     @staticmethod
     def copy_in(node: Node, tier: int) -> Copy:
@@ -182,6 +177,9 @@ class Tree:
         if node.promised:
             upper.promised = [p for p in node.promised if p.low < node.start] or None
             node.promised = [p for p in node.promised if p.last > node.start] or None
+        if node.saving:
+            upper.saving = [save for save in node.saving if save.first < node.start] or None
+            node.saving = [save for save in node.saving if save.last > node.start] or None
         if node.hashes is not None:
             upper.hashes, node.hashes = node.hashes[: 32 * k], node.hashes[32 * k :]
         for t in self.tiers:
@@ -217,10 +215,10 @@ class Tree:
         parent.recent = node
         self.nodes += 1
         for g in self.loose:  # the parent is no leaf any more: its last window may now stand between others
-            for t in self.tiers:
-                copy = self.copy_in(parent, t)
-                if copy.pages[g] is not None:
-                    self.queues[g, t].add(parent, copy)
+            if parent.device.pages[g] is not None:
+                self.queues[g, DEVICE].add(parent, parent.device)
+            if parent.host is not None and parent.host.pages[g] is not None:
+                self.queues[g, HOST].add(parent, parent.host)
         return node
 
     def node_ending(self, node: Node, depth: int) -> Node:
@@ -233,50 +231,55 @@ class Tree:
         assert node.start + node.n == depth
         return node
 
-    def cover(self, node: Node, low: int, high: int) -> list[tuple[Node, int, int]]:
+    def cover(self, node: Node, low: int, high: int) -> Cover:
         """The parts (node, first, last) of the path to `node` that lie in pages [low, high), deepest first;
         first and last count from the node's own start."""
         start = node.start
         if low >= start:  # all of it in one node
             last = min(high - start, node.n)
             return [(node, low - start, last)] if low - start < last else []
-        parts: list[tuple[Node, int, int]] = []
-        at: Node | None = node
-        while at is not None and at.start + at.n > low and at.n:
-            if at.start < high:
-                parts.append((at, max(low - at.start, 0), min(high - at.start, at.n)))
-            at = at.parent
-        return parts
+        if high <= low:
+            return []
+        parts: Cover = []
+        while True:
+            if start < high:
+                n = high - start
+                parts.append((node, low - start if low > start else 0, n if n < node.n else node.n))
+            if start <= low:
+                return parts
+            node = node.parent  # type: ignore[assignment]
+            start = node.start
 
     # ---- pins
 
     def pin(self, node: Node, tier: int) -> None:
         """Hold the path to `node`. Climbs only to the first ancestor that is held already."""
-        shelf = self.shelves[tier]
+        taken = 0
         at: Node | None = node
         while at is not None:
-            copy = at.host if tier else at.device
-            copy.holds += 1  # type: ignore[union-attr]
-            if copy.holds > 1:  # type: ignore[union-attr]
-                return
-            shelf.evictable -= copy.count  # type: ignore[union-attr]
+            copy: Copy = at.host if tier else at.device  # type: ignore[assignment]
+            copy.holds += 1
+            if copy.holds > 1:
+                break
+            taken += copy.count
             at = at.parent
+        self.shelves[tier].evictable -= taken
 
     def unpin(self, node: Node, tier: int) -> None:
         """Let go of the path to `node`. What nobody holds any more was used just now."""
-        shelf = self.shelves[tier]
+        now, freed = self.now, 0
         at: Node | None = node
         while at is not None:
             copy: Copy = at.host if tier else at.device  # type: ignore[assignment]
             copy.holds -= 1
             if copy.holds:
                 break
-            copy.used = self.now
-            if copy.count:
-                shelf.evictable += copy.count
-                if not copy.kids:
-                    self._shelve(at, copy, tier)
+            copy.used = now
+            freed += copy.count
+            if not copy.kids and copy.count:
+                self._shelve(at, copy, tier)
             at = at.parent
+        self.shelves[tier].evictable += freed
         if at is not node and not node.children:
             if type(node.edge) is bytearray and not node.device.holds:
                 self._rest(node)
@@ -519,7 +522,7 @@ class Tree:
         slot, copy.pages[g] = copy.pages[g], 0
         if self.announcing and g == self.told:
             tell_removed(self, node, tier, range(node.n - 1, node.n))
-        self.pools[tier][g].release(np.array([slot], np.int32), TREE)
+        self.pools[tier][g].release_one(slot, TREE)
         self.pools[tier][g].idle -= 1
         self.version += 1
 
@@ -527,10 +530,16 @@ class Tree:
         self.evicted[tier][g] += pages
         node.root.tally["evicted_pages"] += pages
 
-    def requeue(self, node: Node, tier: int, g: int, low: int, high: int) -> None:
-        """Pages of group `g` in columns [low, high) of the path to `node` may have lost their last reader."""
-        queue = self.queues[g, tier]
-        for at, _, _ in self.cover(node, low, high):
-            copy = self.copy_in(at, tier)
-            if copy.pages[g]:
-                queue.add(at, copy)
+    def requeue(self, node: Node, tier: int, groups: list[int], low: int, high: int) -> None:
+        """Pages of `groups` in columns [low, high) of the path to `node` may have lost their last reader."""
+        for g in groups:
+            queue = self.queues[g, tier]
+            at, standing = node, queue.bits[0]
+            while True:
+                if at.start < high:
+                    copy: Copy = at.host if tier else at.device  # type: ignore[assignment]
+                    if not copy.queued & standing and copy.pages[g]:
+                        queue.add(at, copy)
+                if at.start <= low:
+                    break
+                at = at.parent  # type: ignore[assignment]

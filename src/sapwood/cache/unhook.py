@@ -49,7 +49,7 @@ def unhook(tree: Tree, root: Root, silently: bool) -> None:
         tree.unhooked[root] = None
     for node in below:
         node.parent = None
-        node.children, node.recent, node.promised, node.loading = {}, None, None, None
+        node.children, node.recent, node.promised, node.loading, node.saving = {}, None, None, None, None
         for t in tree.tiers:
             tree.leave_queues(tree.copy_in(node, t), t)
     root.top.children, root.top.recent = {}, None

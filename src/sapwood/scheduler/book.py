@@ -66,7 +66,7 @@ class Book:
         return iter(self.owners.values())
 
     def position(self, request: Request) -> int:
-        return self.decoding.position(request) if request.state is DECODING else request.position
+        return self.decoding.position(request) if request.phase is DECODING else request.position
 
     # ---- in
 
@@ -119,9 +119,9 @@ class Book:
 
     def retract(self, request: Request) -> None:
         """Take everything from a request that will come back with the tokens it has."""
-        if request.state is DECODING:
+        if request.phase is DECODING:
             self.sit_out(request)
-        (self.loading if request.state is LOADING else self.prefilling).remove(request)
+        (self.loading if request.phase is LOADING else self.prefilling).remove(request)
         request.happens("retraction")
         assert request.lease is not None
         self.transfers.offer([self.cache.retract(request.lease, b"", request.position, None)])
@@ -131,21 +131,21 @@ class Book:
         self.counts["retractions"] += 1
 
     def end(self, request: Request, reason: Reason, detail: str = "") -> None:
-        """A request is over, in whatever state it is."""
-        state, decoding, flight = request.state, self.decoding, self.flight
+        """A request is over, in whatever phase it is."""
+        phase, decoding, flight = request.phase, self.decoding, self.flight
         request.happens("its end")
-        generated = decoding.generated(request) if state is DECODING else request.generated
+        generated = decoding.generated(request) if phase is DECODING else request.generated
         running = flight is not None and flight.runs(request)
-        if state is WAITING:
+        if phase is WAITING:
             self.waiting.remove(request)
-        elif state is PREFILLING:
+        elif phase is PREFILLING:
             self.prefilling.remove(request)
-        elif state is LOADING:
+        elif phase is LOADING:
             self.loading.remove(request)
         lease = request.lease
         if lease is not None:
             reading = flight.step if flight is not None and running else None
-            position = decoding.position(request) if state is DECODING else request.position
+            position = decoding.position(request) if phase is DECODING else request.position
             self.transfers.offer([self.cache.finish_request(lease, b"", position, reading)])
             del self.owners[lease]
             request.lease = None

@@ -7,6 +7,8 @@ the arrays), so what will happen to a row and when is known when it joins, and n
     ending[tick]               rows that reach their last token with that step
     waking[tick]               rows whose eos tokens count from that step on
 
+Not even positions are counted up: a row's is its `lead` plus the number of decode steps done.
+
 The newest tokens of a row lie in a ring of page_size + 1 columns; the column of a step is the same for all rows.
 """
 
@@ -20,7 +22,7 @@ import numpy.typing as npt
 from .request import DECODING, Request
 
 Ints = npt.NDArray[np.int32]
-_POSITION, _SLOT, _CACHED, _FINAL = range(4)
+_LEAD, _SLOT, _CACHED, _FINAL = range(4)
 _NO_TOKEN = -1
 
 
@@ -83,13 +85,13 @@ class Decoding:
         return self._samples
 
     def starts(self) -> Ints:
-        return self._fields[_POSITION, : self.count].astype(np.int32)
+        return (self._fields[_LEAD, : self.count] + self.tick).astype(np.int32)
 
     def tokens(self) -> Ints:
         return self._ring[: self.count, self.tick % self._columns].copy()
 
     def position(self, request: Request) -> int:
-        return int(self._fields[_POSITION, request.row])
+        return request.lead + self.tick
 
     def generated(self, request: Request) -> int:
         return self.position(request) + 1 - request.prompt
@@ -107,7 +109,7 @@ class Decoding:
         if not self.count:
             return 0
         size = self.page_size
-        have = self._fields[_POSITION, : self.count] + 1
+        have = self._fields[_LEAD, : self.count] + (self.tick + 1)
         want = np.minimum(self._fields[_FINAL, : self.count], have + headroom)
         pages = (want + (size - 1)) // size - (have + (size - 1)) // size
         return int(np.maximum(pages, 0).sum())
@@ -127,14 +129,21 @@ class Decoding:
         request.pages = []
         self.requests.append(request)
         self.count += 1
-        self._fields[:, row] = (position, request.slot, request.cached, request.final)
+        request.lead = position - tick
+        fields = self._fields
+        fields[0, row], fields[1, row] = request.lead, request.slot
+        fields[2, row], fields[3, row] = request.cached, request.final
         into = position % size
         ring = self._ring[row]
+        newest = tick % self._columns
         if into:
-            ring[self._page_columns[tick % self._columns, size - into :]] = np.frombuffer(
-                request.tokens[-4 * into :], np.int32
-            )
-        ring[tick % self._columns] = token
+            tail = np.frombuffer(request.tokens[-4 * into :], np.int32)
+            before = min(into, newest)  # the ring goes round: what does not fit before the newest lies at its end
+            if before:
+                ring[newest - before : newest] = tail[into - before :]
+            if before < into:
+                ring[before - into :] = tail[: into - before]
+        ring[newest] = token
         self.crossing[(position - tick) % size][request] = None
         generated = position + 1 - request.prompt
         self.ending.setdefault(tick + request.max_tokens - generated, []).append(request)
@@ -207,9 +216,8 @@ class Decoding:
         """Every row has computed its token and yielded the next. Returns the rows whose page is full now."""
         self.tick += 1
         self._ring[: self.count, self.tick % self._columns] = tokens
-        self._fields[_POSITION, : self.count] += 1
         for request in self.waking.pop(self.tick, ()):
-            if request.state is DECODING and self.generated(request) >= request.min_tokens:
+            if request.phase is DECODING and self.generated(request) >= request.min_tokens:
                 self._wake(request)
         return list(self.crossing[-self.tick % self.page_size])
 
@@ -236,5 +244,5 @@ class Decoding:
         return [
             request
             for request in self.ending.pop(self.tick, ())
-            if request.state is DECODING and self.generated(request) >= request.max_tokens
+            if request.phase is DECODING and self.generated(request) >= request.max_tokens
         ]

@@ -16,6 +16,7 @@ from .planner import Planner
 from .request import DECODING, ENDED, LOADING, PREFILLING, Request
 
 _MOST = 2**31 - 1
+_INT32 = np.dtype(np.int32)
 
 
 class Outcome:
@@ -73,10 +74,10 @@ class Outcome:
     def _end_decodes(self) -> None:
         book, decoding = self.book, self.book.decoding
         for request in decoding.stopped():
-            if request.state is DECODING:
+            if request.phase is DECODING:
                 book.end(request, "stop")
         for request in decoding.used_up():
-            if request.state is DECODING:
+            if request.phase is DECODING:
                 book.end(request, "length")
 
     def _after_chunks(self, chunks: list[Chunk], tokens: npt.NDArray[Any]) -> None:
@@ -87,7 +88,7 @@ class Outcome:
         for chunk in chunks:
             request = chunk.request
             token = next(sampled) if chunk.samples else -1
-            if request.state is ENDED:
+            if request.phase is ENDED:
                 continue
             request.tries = 0
             if not chunk.samples:
@@ -108,16 +109,21 @@ class Outcome:
 
     def _slide(self, requests: list[Request]) -> None:
         book = self.book
-        for request in requests:
-            lease = request.lease
-            if lease is not None:
-                for group, low, high in self.cache.slide(lease, book.position(request)):
-                    book.tables.clear(request.slot, group, low, high)
+        live = [(request, request.lease) for request in requests if request.lease is not None]
+        positions = [book.position(request) for request, _ in live]
+        for group, (who, columns) in self.cache.slide_rows([lease for _, lease in live], positions).items():
+            book.tables.clear(group, [live[i][0].slot for i in who], columns)
 
     def _tokens(self, flight: Flight, given: object) -> npt.NDArray[Any]:
         """The tokens of the rows that sample, in row order; ProtocolError if they are not exactly those."""
         step = flight.step
-        want = len(flight.decodes) + sum(chunk.samples for chunk in flight.chunks)
+        want = len(flight.decodes)
+        for chunk in flight.chunks:
+            want += chunk.samples
+        if type(given) is np.ndarray and given.dtype is _INT32 and given.shape == (want,):  # the usual, quickly
+            if 1 in (given < 0).tobytes():
+                raise ProtocolError(f"StepDone({step}): tokens must be from 0 to 2**31 - 1")
+            return given
         if isinstance(given, Mapping):
             ids = [request.id for request in flight.decodes]
             ids += [chunk.request.id for chunk in flight.chunks if chunk.samples]
@@ -159,15 +165,15 @@ class Outcome:
         book.flight = None
         for request in flight.left:
             book.vacate(request)
-        rows = [request for request in flight.rows() if request.state is not ENDED]
+        rows = [request for request in flight.rows() if request.phase is not ENDED]
         for request in rows:
-            if request.state is DECODING:
+            if request.phase is DECODING:
                 book.sit_out(request)
-            assert request.lease is not None and request.state is PREFILLING
+            assert request.lease is not None and request.phase is PREFILLING
             request.tries += 1
             self._fall(request)
         for request in [book.owners[lease] for lease in fallen if lease in book.owners]:
-            if request.state is LOADING:  # the pages before those it waits for are gone
+            if request.phase is LOADING:  # the pages before those it waits for are gone
                 book.retract(request)
             elif request not in rows:  # it had adopted what this step promised, and then sat out
                 self._fall(request)

@@ -98,15 +98,25 @@ def batch_of(rows: Decoding | None, chunks: list[Chunk], groups: list[str]) -> B
         return decode_batch(rows, groups)
     starts = [chunk.start for chunk in chunks]
     raw = b"".join([chunk.request.tokens[4 * chunk.start : 4 * chunk.end] for chunk in chunks])
+    fields = np.array(
+        [
+            [chunk.request.slot for chunk in chunks],
+            starts,
+            [chunk.end - chunk.start for chunk in chunks],
+            [chunk.request.cached for chunk in chunks],
+            *[[chunk.write_from[name] for chunk in chunks] for name in groups],
+        ],
+        np.int32,
+    )
     mine = Batch(
         [chunk.request.id for chunk in chunks],
-        np.array([chunk.request.slot for chunk in chunks], np.int32),
-        np.array(starts, np.int32),
-        np.array([chunk.end - chunk.start for chunk in chunks], np.int32),
+        fields[0],
+        fields[1],
+        fields[2],
         np.frombuffer(raw, np.int32),
-        np.array([chunk.request.cached for chunk in chunks], np.int32),
+        fields[3],
         np.array([chunk.samples for chunk in chunks], np.bool_),
-        {name: np.array([chunk.write_from[name] for chunk in chunks], np.int32) for name in groups},
+        {name: fields[4 + at] for at, name in enumerate(groups)},
         [chunk.request.adapter for chunk in chunks],
     )
     if rows is None or not rows.count:

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from heapq import merge
 
-from sapwood.cache import Keep, Match, PageCopy
+from sapwood.cache import Keep, Lease, Match, PageCopy
 
 from .adapters import Gate
 from .book import Book, Flight
@@ -73,14 +73,15 @@ class Planner:
         self.number = self.step + 1
         self.budget = self.config.max_batch_tokens - rows
         self.copies: list[PageCopy] = []
-        self.gate = Gate(self.config.max_loras, self.book.decoding.adapters if rows else ())
+        self.gate = Gate(self.config.max_loras, self.book.decoding.adapters)  # who prefills will decode with them
         self.ahead = -1  # pages that running requests will still take; counted when somebody wants to come in
-        if rows and self.cache.keeps_snapshots:
-            self._roll()
+        self.checkpoints: list[tuple[Lease, int]] = []
 
     def _issue(self, decodes: bool, chunks: list[Chunk]) -> Plan:
         book = self.book
         rows = book.decoding.requests if decodes else []
+        if self.cache.keeps_snapshots:
+            self._checkpoint(decodes)
         self.step = self.number
         book.flight = Flight(self.step, list(rows), chunks)
         batch = batch_of(book.decoding if decodes else None, chunks, self.groups)
@@ -99,8 +100,13 @@ class Planner:
         items = self.book.prefilling.items
         return bool(items) and any(request.sat_out for request in items)
 
-    def _roll(self) -> None:
-        """Decode rows that will fill a page leave a checkpoint there, every few pages."""
+    def _checkpoint(self, decodes: bool) -> None:
+        """Snapshots are taken last: a slot is worth more to a request that could come in. Decode rows that will fill a
+        page leave one there, every few pages."""
+        for lease, page in self.checkpoints:
+            self.copies += self.cache.checkpoint(lease, page, self.number)
+        if not decodes:
+            return
         decoding, every = self.book.decoding, self.config.checkpoint_interval
         for request in decoding.reaching_page_end():
             page = (decoding.position(request) + 1) // self.page
@@ -120,6 +126,7 @@ class Planner:
                 return []
             self.retries[0] = group
             self._begin(0)
+            self.gate = Gate(self.config.max_loras, ())  # those who are tried apart do not join the decodes
             chunks: list[Chunk] = []
             for request in group:
                 self._take_part(request, chunks)
@@ -163,7 +170,7 @@ class Planner:
                     continue
                 free -= 1
                 admitted.append(request)
-                if request.state is LOADING:
+                if request.phase is LOADING:
                     continue
             self._take_part(request, chunks)
         if admitted:
@@ -187,17 +194,18 @@ class Planner:
         start = request.position
         known_to = len(request.tokens) // 4
         end = self._cut(lease.cuts, start, min(known_to, start + self.budget))
-        end = cache.growable(lease, end)
-        if end <= start or not cache.grow(lease, end):
-            request.sat_out += 1
-            self.book.counts["sat_out"] += 1
-            return None
+        if cache.reach(lease) < end:
+            end = cache.growable(lease, end)
+            if end <= start or not cache.grow(lease, end):
+                request.sat_out += 1
+                self.book.counts["sat_out"] += 1
+                return None
         request.sat_out = 0
         self.copies += cache.opening(lease, step)
         write_from = cache.write_from(lease, start)
         cache.publish(lease, request.tokens, end // page, step)
         if end // page in lease.cuts and not end % page:
-            self.copies += cache.checkpoint(lease, end // page, step)
+            self.checkpoints.append((lease, end // page))
         self.book.tables.write(request.slot, lease)
         self.budget -= end - start
         return Chunk(request, start, end, end == known_to, write_from)
@@ -222,9 +230,9 @@ class Planner:
     def _admit(self, request: Request) -> bool:
         """Give a waiting request its memory, if there is enough; if it waits for a snapshot somebody is making, not
         yet."""
-        if self.room is None:
-            self.room = self.cache.available()
         if request.tried is not None and self.book.owners and self.step - request.tried_at < _LOOK_AGAIN:
+            if self.room is None:
+                self.room = self.cache.available()
             if all(now <= then for now, then in zip(self.room, request.tried, strict=True)):
                 return False
         match = self._match(request)
@@ -257,8 +265,11 @@ class Planner:
 
     def _age(self, admitted: list[Request]) -> None:
         """Whoever came before one of these, and still waits, has been overtaken."""
-        keys = sorted(request.key for request in admitted)
-        for request in self.book.waiting.items:
+        waiting = self.book.waiting.items
+        if not waiting:
+            return
+        keys = sorted([request.key for request in admitted])
+        for request in waiting:
             if request.key > keys[-1]:
                 break
             request.overtaken += len(keys) - bisect_left(keys, request.key)

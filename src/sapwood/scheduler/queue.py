@@ -26,9 +26,10 @@ class Queue:
             insort(items, request, key=_key)
 
     def remove(self, request: Request) -> None:
-        at = bisect_left(self.items, request.key, key=_key)
-        assert self.items[at] is request
-        del self.items[at]
+        items = self.items
+        at = 0 if items[0] is request else bisect_left(items, request.key, key=_key)
+        assert items[at] is request
+        del items[at]
 
     def __len__(self) -> int:
         return len(self.items)

@@ -48,7 +48,7 @@ PREFILLING: Final = "prefilling"  # holds a lease; has more than its last token 
 DECODING: Final = "decoding"  # one token in every step
 ENDED: Final = "ended"
 
-# (state, what happens) -> state. What is not here cannot happen.
+# (phase, what happens) -> phase. What is not here cannot happen.
 _NEXT = {
     (WAITING, "admission"): PREFILLING,
     (WAITING, "admission to load"): LOADING,
@@ -79,11 +79,13 @@ class Request:
         "host",
         "id",
         "key",
+        "lead",
         "lease",
         "max_tokens",
         "min_tokens",
         "overtaken",
         "pages",
+        "phase",
         "position",
         "priority",
         "prompt",
@@ -94,7 +96,6 @@ class Request:
         "sat_out",
         "settled",
         "slot",
-        "state",
         "tokens",
         "tried",
         "tried_at",
@@ -117,10 +118,11 @@ class Request:
         self.reads = spec.reads_cache
         self.writes = spec.writes_cache
         self.binding = binding
-        self.state = WAITING
+        self.phase = WAITING
         self.host = True  # may be served from host; not after a load for it has failed
         self.lease: Lease | None = None
         self.slot = -1
+        self.lead = 0  # while it decodes: its position, less the decode steps done so far
         self.row = -1  # its place in the arrays while it decodes
         self.column = 0  # the next page it will need while it decodes
         self.pages: list[bytes] = []  # whole pages of tokens since it began to decode
@@ -137,11 +139,11 @@ class Request:
         self.tried_at = 0  # and in which plan
 
     def happens(self, what: str) -> None:
-        """Go to the next state, or say that this cannot be."""
-        state = _NEXT.get((self.state, what))
-        if state is None:
-            raise ProtocolError(f"{what} cannot happen to request {self.id!r:.80} while it is {self.state}")
-        self.state = state
+        """Go to the next phase, or say that this cannot be."""
+        phase = _NEXT.get((self.phase, what))
+        if phase is None:
+            raise ProtocolError(f"{what} cannot happen to request {self.id!r:.80} while it is {self.phase}")
+        self.phase = phase
 
     @property
     def generated(self) -> int:
@@ -183,6 +185,20 @@ class Request:
         self.settled = (self.cached, self.reached)
 
 
+def _check_numbers(spec: RequestSpec) -> None:
+    most, least, priority = spec.max_tokens, spec.min_tokens, spec.priority
+    if type(most) is int and type(least) is int and type(priority) is int:
+        if 0 <= least <= most and 0 < most <= _MOST and -_MOST <= priority <= _MOST:
+            if type(spec.reads_cache) is bool and type(spec.writes_cache) is bool:
+                return
+    whole("max_tokens", most, 1, _MOST)
+    whole("min_tokens", least, 0, most)
+    whole("priority", priority, -_MOST, _MOST)
+    for name in ("reads_cache", "writes_cache"):
+        if not isinstance(getattr(spec, name), bool):
+            raise ValueError(f"{name} must be True or False, got {getattr(spec, name)!r:.60}")
+
+
 def checked(spec: RequestSpec, cache: HybridPrefixCache) -> bytes:
     """The tokens of a spec that is right in itself, as bytes of int32; else Refused, with the reason."""
     if not isinstance(spec, RequestSpec):
@@ -191,19 +207,14 @@ def checked(spec: RequestSpec, cache: HybridPrefixCache) -> bytes:
         raise Refused(f"{spec.id!s:.80}", f"id must be a string of 1 to 512 characters, got {spec.id!r:.60}")
     try:
         tokens = token_bytes(spec.tokens)
-        whole("max_tokens", spec.max_tokens, 1, _MOST)
-        whole("min_tokens", spec.min_tokens, 0, spec.max_tokens)
-        whole("priority", spec.priority, -_MOST, _MOST)
+        _check_numbers(spec)
         if not isinstance(spec.namespace, Namespace):
             raise ValueError(f"namespace must be a Namespace, got {spec.namespace!r:.60}")
-        if spec.eos:
+        if len(spec.eos):
             if isinstance(spec.eos, (str, bytes)) or len(spec.eos) > _MOST_EOS:
                 raise ValueError(f"eos must be at most {_MOST_EOS} tokens, got {spec.eos!r:.60}")
             for token in spec.eos:
                 whole("a token of eos", token, 0, _MOST)
-        for field in ("reads_cache", "writes_cache"):
-            if not isinstance(getattr(spec, field), bool):
-                raise ValueError(f"{field} must be True or False, got {getattr(spec, field)!r:.60}")
     except (ValueError, TypeError) as error:
         raise Refused(spec.id, str(error)) from None
     length = len(tokens) // 4

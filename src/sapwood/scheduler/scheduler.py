@@ -110,7 +110,7 @@ class Scheduler:
             return
         if request.row < 0 and not request.generated:
             raise ProtocolError(
-                f"Finish cannot happen to request {request.id!r:.80} while it is {request.state}: "
+                f"Finish cannot happen to request {request.id!r:.80} while it is {request.phase}: "
                 "it has yielded no token yet"
             )
         self._book.end(request, "finish")

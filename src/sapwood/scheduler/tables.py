@@ -68,5 +68,5 @@ class Tables:
     def replace(self, slot: int, name: str, column: int, page: int) -> None:
         self.arrays[name][slot, column] = page
 
-    def clear(self, slot: int, name: str, low: int, high: int) -> None:
-        self.arrays[name][slot, low:high] = 0
+    def clear(self, name: str, slots: list[int], columns: list[int]) -> None:
+        self.arrays[name][slots, columns] = 0

@@ -40,6 +40,10 @@ class Life:
     end: int = 0  # where its last planned row ended
     cached: int = 0  # as its last planned row said
     real: int = 0  # where its last row that was done ended
+    reached: int = 0  # the furthest of these
+    settled: int = 0  # `cached` as the last row that was done said
+    flying: int = 0  # its rows in flight
+    work: int = 0  # positions computed in steps that were done, each as often as it was
     unsure: int = 0  # samples of steps in flight
     upset: int = 0  # how many steps had failed and requests been retracted when its last row was planned
     steady: bool = True  # no step has failed and nobody been retracted between its rows
@@ -135,10 +139,13 @@ class ContentExecutor:
         sampled = self.double.done(step)
         if flight.doomed:  # counts as failed whatever it says
             sampled = {row.id: self.random.randrange(self.double.vocabulary) for row in flight.rows if row.samples}
-        for life, row in zip(flight.lives, flight.rows, strict=True):
+        for i, (life, row) in enumerate(zip(flight.lives, flight.rows, strict=True)):
             if flight.doomed:
                 continue
+            life.settled = int(flight.plan.batch.cached[i])
             life.real = row.start + row.length
+            life.reached = max(life.reached, life.real)
+            life.work += row.length
             if row.samples:
                 life.unsure -= 1
                 life.known.append(sampled[row.id])
@@ -158,13 +165,16 @@ class ContentExecutor:
             for each in (flight, *self.flights):
                 each.doomed = True
                 for life in each.lives:
-                    life.unsure = 0
+                    life.unsure = life.flying = 0
         return [StepFailed(flight.plan.step, reason)]
 
     def _oldest(self) -> _Flight:
         if not self.flights:
             raise ValueError("no plan is in flight")
         flight = self.flights.popleft()
+        if not flight.doomed:
+            for life in flight.lives:
+                life.flying -= 1
         _must(batch_bytes(flight.plan.batch) == flight.batch, f"the batch of step {flight.plan.step} changed in flight")
         for group, slot, columns, before in flight.entries:
             now = flight.plan.tables[group][slot][columns]
@@ -267,16 +277,18 @@ class ContentExecutor:
         _must(life.reads or not cached, f"{life.id}: {cached} tokens cached, and it reads nothing from the cache")
         if len(life.known) > life.prompt:
             _must(cached == life.cached, f"{life.id}: cached was {life.cached} at its first token, now {cached}")
+        # Found in the cache is what lies beyond the furthest position it was at when its last step was done.
+        been, had = (life.end, life.cached) if life.flying else (life.reached, life.settled)
+        _must(
+            cached == had + max(0, start - max(been, life.reached)),
+            f"{life.id}: its row starts at {start}, it had been at {been}; cached was {had} and is {cached}",
+        )
         if life.upset == upset or not life.end:
-            skipped, more = start - life.end, cached - life.cached
-            _must(
-                skipped == more >= 0,
-                f"{life.id}: its row starts at {start}, the last one ended at {life.end}; cached went from "
-                f"{life.cached} to {cached}",
-            )
+            _must(start >= life.end, f"{life.id}: its row starts at {start}, the last one ended at {life.end}")
         else:
             life.steady = False
         life.end, life.cached, life.upset = start + length, cached, upset
+        life.flying += 1
 
     def _row(self, plan: Any, i: int, life: Life, start: int, length: int) -> Row:
         batch, end = plan.batch, start + length

@@ -77,9 +77,10 @@ class _Request:
     epoch: int  # of its namespace when it came
     poisonous: bool
     asked: list[str] = field(default_factory=list)  # "abort", "finish": what we have told the scheduler
+    held: int = 0  # how much of it was real in the cache when one of its rows began there
     failed: int = 0  # steps with a row of it that failed
     alone: bool = False  # the last of them had no other row
-    final: int | None = None  # tokens it had when it was aborted, if the step in flight has sampled one more
+    final: tuple[int, int] | None = None  # tokens and work it had when it was ended, if a step was done just after
 
 
 def fuzz(seed: int, steps: int, layout: str) -> Report:
@@ -103,14 +104,15 @@ class Fuzz:
         page = self.config.page_size
         self.limit = min(limits) * page if limits else 0
         longest = min(self.limit or 1 << 30, _LONGEST * max(page, 8))
-        self.traffic = Traffic(rng.getrandbits(32), page, longest, self.executor.double.vocabulary)
+        crowded = not self.config.headroom
+        self.traffic = Traffic(rng.getrandbits(32), page, longest, self.executor.double.vocabulary, crowded)
         self.replay = Replay(self.cache)
 
-        self.load = rng.choice([0.15, 0.4, 1.0])  # arrivals a round
-        self.backlog = rng.choice([3, 12, 40])
+        self.load = rng.choice([0.4, 1.0] if crowded else [0.15, 0.4, 1.0])  # arrivals a round
+        self.backlog = rng.choice([10, 25] if crowded else [3, 10, 25])
         self.failing = rng.choice([0.0, 0.0, 0.02, 0.1])
         self.poison = rng.choice([0.0, 0.0, 0.03])
-        self.trouble = rng.choice([0.0, 0.05, 0.3])  # aborts and the like, a round
+        self.trouble = rng.choice([0.0, 0.05, 0.1 if crowded else 0.3])  # aborts and the like, a round
         self.unloads = rng.choice([0.0, 0.0, 0.01, 0.05])
 
         self.live: dict[str, _Request] = {}
@@ -164,7 +166,7 @@ class Fuzz:
 
     def drain(self) -> None:
         """No more arrivals and no more faults, but poisonous requests stay what they are. Everybody gets to an end."""
-        self.failing = self.trouble = self.unloads = 0.0
+        self.load = self.failing = self.trouble = self.unloads = 0.0
         todo = sum(r.life.prompt + r.spec.max_tokens for r in self.live.values())
         most = 200 + 20 * todo + 100 * len(self.live)
         rounds = 0
@@ -182,6 +184,8 @@ class Fuzz:
         for name, tiers in stats["pages"].items():
             pages = tiers["device"]
             assert pages["free"] + pages["tree"] == pages["capacity"], f"{name} leaks: {pages}"
+        for space in stats["namespaces"]:
+            assert not space["bound"], f"somebody is bound to {space['namespace']}, and nobody lives"
         self.scheduler.flush()
         self.check()
         stats = self.cache.stats()
@@ -209,7 +213,6 @@ class Fuzz:
         for request in requests:
             self.live[request.spec.id] = request
         self.counts["requests"] += len(specs)
-        self.check()
 
     def submit(self, specs: list[RequestSpec]) -> None:
         """Hand over requests that come together. The plans are the same if they are handed over one by one."""
@@ -334,7 +337,8 @@ class Fuzz:
             before = self.interruptions()
             for event in before:
                 if isinstance(event, (Abort, Finish)) and event.id in self.live:
-                    self.live[event.id].final = len(self.live[event.id].life.generated)
+                    life = self.live[event.id].life
+                    self.live[event.id].final = (len(life.generated), life.work)
         poisoned = any(row.poisonous for row in rows)
         if poisoned or rng.random() < self.failing:
             told = self.executor.fail("poison" if poisoned else "bad luck")
@@ -373,11 +377,13 @@ class Fuzz:
                 self.counts[count] += getattr(end, count)
             self.traffic.ended(spec, list(life.known), end.reason in ("stop", "length", "finish"))
 
-            generated = len(life.generated) if request.final is None else request.final
+            generated, work = request.final or (len(life.generated), life.work)
             assert end.prompt == life.prompt and end.generated == generated, f"{end}: {generated} were generated"
             assert min(end.cached, end.computed, end.recomputed) >= 0, f"{end}"
             if end.generated:
                 assert end.cached + end.computed == end.prompt, f"{end}: does not add up"
+            decoded = max(0, end.generated - 1)
+            assert end.computed + end.recomputed + decoded == work, f"{end}: it has computed {work} positions"
             assert not (life.steady and end.recomputed), f"{end}: computed again, and nothing had failed"
             assert spec.reads_cache or not end.cached, f"{end}: reads nothing from the cache"
             verdict = self.verdict(request)
@@ -419,12 +425,15 @@ class Fuzz:
         """A row that begins beyond what its request has computed found the rest in the cache; somebody of its namespace
         must have computed it, since the namespace was last evicted."""
         life, space = request.life, request.spec.namespace
-        if start <= life.real:
+        if start <= max(life.real, request.held):
             return
         assert request.spec.reads_cache, f"{request.spec.id}: starts at {start}, and reads nothing from the cache"
         assert request.epoch == self.epochs.get(space, 0), f"{request.spec.id}: adopts in a namespace that was evicted"
-        most = self.remembered(space, self.digests(request)[:start])
+        digests = self.digests(request)[:start]
+        most = self.remembered(space, digests)
         assert most == start, f"{request.spec.id}: starts at {start}, {most} tokens were computed"
+        real = self.memory.get(space, ())
+        request.held = max([at for at, value in enumerate(digests.tolist(), 1) if value in real], default=0)
 
     def remembered(self, space: Namespace, digests: Digests) -> int:
         """How many tokens from the start somebody has computed, or the plan in flight will have."""

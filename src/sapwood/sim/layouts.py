@@ -21,20 +21,22 @@ class Layout:
     tiny: bool = False
 
     def config(self, rng: Random) -> SchedulerConfig:
-        """A scheduler's configuration with this layout. Everything else is drawn from `rng`."""
+        """A scheduler's configuration with this layout. Everything else is drawn from `rng`. With a headroom of 0 more
+        requests come in than there is memory for, so that some must be retracted."""
         page = self.page
+        crowded = rng.random() < 0.5
         return SchedulerConfig(
             page_size=page,
             groups=self._groups(rng),
-            max_batch_tokens=rng.choice([1, 3, page, 2 * page + 1, 64, 8 * page]),
-            max_batch_size=rng.choice([1, 2, 4, 8, 16]),
+            max_batch_tokens=rng.choice([16, 2 * page + 1, 8 * page] if crowded else [1, 5, page, 64, 8 * page]),
+            max_batch_size=rng.choice([6, 16] if crowded else [1, 3, 6]),
             max_loras=rng.choice([0, 1, 2]),
             mixed=rng.random() < 0.7,
             events=rng.random() < 0.5,
             policy=rng.choice(["fcfs", "prefix"]),
             max_tries=rng.choice([1, 3]),
             max_overtaken=rng.choice([0, 2, 64]),
-            headroom=rng.choice([0, page, 64]),
+            headroom=0 if crowded else rng.choice([1, page, 64]),
             checkpoint_interval=rng.choice([1, 2, 4]),
             prefix_caching=rng.random() < 0.95,
         )
@@ -49,14 +51,16 @@ class Layout:
         return tuple(makers[family](rng, name) for family, name in zip(self.families, names, strict=True))
 
     def _full(self, rng: Random, name: str) -> CacheGroup:
-        pages = rng.choice([1, 2, 3, 4] if self.tiny else [5, 9, 14, 40])
-        return CacheGroup(name, "full", pages * max(1, 16 // self.page))
+        pages = rng.choice([1, 2, 3] if self.tiny else [5, 7, 12, 40])
+        return CacheGroup(name, "full", pages * max(1, 8 // self.page))
 
     def _window(self, rng: Random, name: str) -> CacheGroup:
         page = self.page
         window = rng.choice([1, page // 2 + 1, page, page + 1, 2 * page + 3, 4 * page])
+        if set(self.families) == {"window"}:
+            window = max(2, window)  # a model of windows of 1 reads nothing: any boundary serves, computed or not
         spare = rng.choice([0, 1] if self.tiny else [0, 3, 9, 30])
-        return CacheGroup(name, "window", -(-window // page) + 2 + spare * max(1, 16 // page), window=window)
+        return CacheGroup(name, "window", -(-window // page) + 2 + spare * max(1, 8 // page), window=window)
 
     def _state(self, rng: Random, name: str) -> CacheGroup:
         return CacheGroup(name, "state", rng.choice([1, 2] if self.tiny else [1, 3, 6, 20]))

@@ -43,12 +43,14 @@ class Traffic:
     page        where lengths are interesting
     longest     prompt and generated tokens (less one) a request may have and still fit
     vocabulary  of what is generated: tokens of `eos` are drawn from it
+    growing     short prompts with long answers: they come in together and then need more than there is
     """
 
     seed: int
     page: int
     longest: int
     vocabulary: int
+    growing: bool
     count: int = 0
     bodies: list[list[int]] = field(default_factory=list)
     sessions: list[_Session] = field(default_factory=list)
@@ -59,8 +61,10 @@ class Traffic:
         self.alphabet = rng.choice([2, 3, 50, 2**31])
         self.spaces = _SPACES[: rng.choice([1, 2, 3, 5, len(_SPACES)])]
         self.chatty = rng.choice([0.0, 0.3, 0.8])  # how often a request begins a chat
-        self.talkative = rng.choice([2, self.page // 2 + 1, 2 * self.page + 1])  # tokens generated
-        self.wordy = rng.choice([self.page, 3 * self.page, 6 * self.page])  # tokens of a new prompt
+        page, much = self.page, max(2, min(self.longest // 2, 100))
+        kinds = [(page // 2 + 1, much), (page, much)] if self.growing else [(3 * page, 2), (6 * page, page + 1)]
+        self.wordy, self.talkative = rng.choice([*kinds, (page, 3 * page + 1)])  # tokens of a new prompt, generated
+        self.laconic = rng.choice([0, 0, 1, 12])  # tokens of `eos`
         self.ranks = rng.choice([1, 1, 3])  # priorities
         self.choosy = rng.choice([0.0, 0.2])  # requests that read or write nothing
         self.systems = [self._words(rng.randint(1, self.wordy)) for _ in range(3)]
@@ -86,7 +90,7 @@ class Traffic:
         specs = []
         for _ in range(rng.randint(2, 6)):
             tail = self._words(rng.randint(1, 3)) if rng.random() < 0.2 else []
-            specs.append(self._spec(tokens + tail, rng.choice(self.spaces) if several else space))
+            specs.append(self._spec((tokens + tail)[: self.longest], rng.choice(self.spaces) if several else space))
         return specs
 
     def ended(self, spec: RequestSpec, tokens: list[int], wanted: bool) -> None:
@@ -146,15 +150,22 @@ class Traffic:
                 head = head[: rng.randint(0, len(head))]
             elif cut < 0.6:
                 head = head[: len(head) // self.page * self.page]
-        if head and rng.random() < 0.2:
-            return head[: self.longest]
-        return (head + self._words(rng.randint(1, rng.choice([3, self.wordy]))))[: self.longest]
+        if not head or rng.random() < 0.8:
+            head = head + self._words(rng.randint(1, rng.choice([3, self.wordy])))
+        return self._fitted(head)
+
+    def _fitted(self, tokens: list[int]) -> list[int]:
+        """A prompt that can fit, and often ends where a page does, or one token before or after."""
+        tokens = tokens[: self.longest]
+        if len(tokens) > self.page and self.random.random() < 0.4:
+            tokens = tokens[: len(tokens) // self.page * self.page + self.random.choice([-1, 0, 0, 1])]
+        return tokens
 
     def _spec(self, tokens: list[int], space: Namespace) -> RequestSpec:
         rng = self.random
-        most = rng.randint(1, rng.choice([1, 3, self.talkative]))
+        most = rng.randint(1, rng.choice([1, 3, self.talkative, self.talkative]))
         most = max(1, min(most, self.longest - len(tokens) + 1))
-        eos = [rng.randrange(self.vocabulary) for _ in range(rng.choice([0, 0, 1, 12]))]
+        eos = [rng.randrange(self.vocabulary) for _ in range(rng.choice([0, self.laconic]))]
         return RequestSpec(
             id=self._id(),
             tokens=self._as_given(tokens),

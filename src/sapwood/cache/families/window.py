@@ -32,6 +32,10 @@ class Window(Family):
     def reads(self, start: int) -> tuple[Span, ...]:
         return ((max(0, start - self.window + 1), start),)
 
+    def pages_read(self, start: int) -> list[Span]:
+        low = start - self.window + 1
+        return [(low // self.page_size if low > 0 else 0, -(-start // self.page_size))] if start > max(low, 0) else []
+
     def slid(self, low: int, now: int) -> tuple[list[Span], int]:
         end = max(0, now - self.window + 1) // self.page_size
         return ([(low, end)], end) if low < end else ([], low)

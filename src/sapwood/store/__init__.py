@@ -1,0 +1,27 @@
+"""The third tier: pages in a store that survives restarts and is shared. Threads and blocking calls live behind it."""
+
+from __future__ import annotations
+
+from .breaker import Breaker, Missing
+from .faulty import Faults, FaultyBackend
+from .jobs import Store
+from .keys import Fingerprint, GroupLayout
+from .opening import open_store
+from .protocol import Backend, JobDone, Released, StoreError, timeout_for, unbroken_run
+
+__all__ = [
+    "Backend",
+    "Breaker",
+    "Faults",
+    "FaultyBackend",
+    "Fingerprint",
+    "GroupLayout",
+    "JobDone",
+    "Missing",
+    "Released",
+    "Store",
+    "StoreError",
+    "open_store",
+    "timeout_for",
+    "unbroken_run",
+]

@@ -1,0 +1,138 @@
+"""When to stop asking: a circuit breaker for a store that fails, and a short memory of keys that were not there."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+
+class Breaker:
+    """Opens after `failures` in a row. After `seconds` one probe is let through: if it succeeds, all is well again.
+
+    closed --failures in a row--> open --after seconds--> half-open: one probe --ok--> closed
+                                   ^-------------------------- failed --------'
+    """
+
+    def __init__(self, failures: int = 3, seconds: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
+        if not isinstance(failures, int) or isinstance(failures, bool) or failures < 1:
+            raise ValueError(f"failures must be an integer of at least 1, got {failures!r:.60}")
+        if not (isinstance(seconds, int | float) and math.isfinite(seconds) and seconds > 0):
+            raise ValueError(f"seconds must be a number above 0, got {seconds!r:.60}")
+        self._limit = failures
+        self._seconds = seconds
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._row = 0
+        self._opened_at: float | None = None
+        self._probing = False
+        self.opened = self.recovered = self.refused = self.probes = 0
+
+    @property
+    def state(self) -> Literal["closed", "open", "half-open"]:
+        if self._opened_at is None:
+            return "closed"
+        return "half-open" if self._probing or self._clock() >= self._opened_at + self._seconds else "open"
+
+    def allow(self) -> bool:
+        """May something be asked now? In half-open, only the first who comes."""
+        if self._opened_at is None:
+            return True
+        with self._lock:
+            if self._opened_at is None:
+                return True
+            if self._probing or self._clock() < self._opened_at + self._seconds:
+                self.refused += 1
+                return False
+            self._probing = True
+            self.probes += 1
+            return True
+
+    def success(self) -> bool:
+        """It answered. True if that closes the breaker."""
+        if self._row == 0 and self._opened_at is None:
+            return False
+        with self._lock:
+            self._row = 0
+            closes = self._opened_at is not None and self._probing
+            if closes:
+                self._opened_at = None
+                self._probing = False
+                self.recovered += 1
+            return closes
+
+    def failure(self) -> bool:
+        """It failed or did not answer in time. True if that opens the breaker."""
+        with self._lock:
+            self._row += 1
+            if self._opened_at is not None:
+                if self._probing:
+                    self._probing = False
+                    self._opened_at = self._clock()
+                return False
+            if self._row < self._limit:
+                return False
+            self._opened_at = self._clock()
+            self.opened += 1
+            return True
+
+    def unknown(self) -> None:
+        """What was let through ended without asking the store: somebody else may be the probe."""
+        with self._lock:
+            self._probing = False
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "state": self.state,
+            "opened": self.opened,
+            "recovered": self.recovered,
+            "refused": self.refused,
+            "probes": self.probes,
+        }
+
+
+class Missing:
+    """Keys that a get did not find, for a few seconds: asking again so soon is not worth it. Bounded."""
+
+    def __init__(
+        self, seconds: float = 5.0, capacity: int = 65536, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        if not (isinstance(seconds, int | float) and math.isfinite(seconds) and seconds >= 0):
+            raise ValueError(f"seconds must be a number of at least 0, got {seconds!r:.60}")
+        if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 1:
+            raise ValueError(f"capacity must be an integer of at least 1, got {capacity!r:.60}")
+        self._seconds = seconds
+        self._capacity = capacity
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._until: dict[str, float] = {}  # in order of time: every entry lasts as long
+        self.spared = 0
+
+    def __len__(self) -> int:
+        return len(self._until)
+
+    def __contains__(self, name: str) -> bool:
+        until = self._until.get(name)
+        if until is None or until <= self._clock():
+            return False
+        self.spared += 1
+        return True
+
+    def add(self, name: str) -> None:
+        now = self._clock()
+        with self._lock:
+            self._until.pop(name, None)
+            while self._until and (len(self._until) >= self._capacity or next(iter(self._until.values())) <= now):
+                del self._until[next(iter(self._until))]
+            self._until[name] = now + self._seconds
+
+    def discard(self, name: str) -> None:
+        """It is there now."""
+        if self._until:
+            with self._lock:
+                self._until.pop(name, None)
+
+    def stats(self) -> dict[str, int]:
+        return {"keys": len(self._until), "spared": self.spared}

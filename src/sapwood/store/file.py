@@ -1,0 +1,403 @@
+"""`file:///path?size=20GiB`: one file a value, in one folder that several processes use at once.
+
+    sapwood-store       what this folder is, and its version
+    usage, tmp/         the ledger (ledger.py)
+    00/ ... ff/         values, by the sha256 of their key: header, zeros up to 4096, page
+
+A value is written to tmp/ and moved to its place whole. A get opens the file by its name: no index is needed to find
+something, only to choose what goes when room is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .ledger import UNCOUNTED, Ledger, charge
+from .protocol import FAILED, MISSING, Backend, Got, Kept, StoreError
+from .values import HEAD_BYTES, Item
+
+VERSION = 1
+_MARK = "sapwood-store"
+_BLOCK = 4096  # the header's room: so that pages can be read straight from the disk to where they belong
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FRESH = 30.0  # seconds within which a second use of a file is not written to disk
+
+
+class Known(NamedTuple):
+    """A file as this process last saw it."""
+
+    charge: int
+    used: float
+
+
+class FileBackend(Backend):
+    workers = 4
+    part_pages = 128
+
+    def __init__(self, root: str, limit: int) -> None:
+        self.root = root
+        self.limit = limit
+        try:
+            os.makedirs(root, mode=0o700, exist_ok=True)
+            _claim(root)
+            self._ledger = Ledger(root, limit)
+        except OSError as error:
+            raise StoreError(
+                f"file store {root}: {_said(error)}; the folder must be one this user can write to"
+            ) from None
+        self._local = threading.local()
+        self._aligned: set[int] = set()
+        self._direct = True  # until the file system says no
+        self._lock = threading.Lock()  # of what follows
+        self._index: OrderedDict[bytes, Known] = OrderedDict()  # least recently used first
+        self._known = 0
+        self._evicted = self._scans = 0
+        self._counted_at = 0  # of ledger.taken(), when the files were last counted
+        self._scanning = threading.Lock()
+        self._scanned = threading.Event()
+        self._closing = False
+        self._scanner = threading.Thread(target=self._first_scan, name="sapwood-store-scan", daemon=True)
+        self._scanner.start()
+
+    def register(self, group: str, array: NDArray[np.uint8]) -> None:
+        need = charge(_BLOCK + array.shape[1])
+        if need > self.limit:
+            raise StoreError(
+                f"size of file store {self.root} is {self.limit} bytes; "
+                f"one page of group {group!r} needs {need}: give it more"
+            )
+        if array.ctypes.data % _BLOCK == 0 and array.shape[1] % _BLOCK == 0:
+            self._aligned.add(array.ctypes.data)
+
+    # ---- reading
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        return [os.path.exists(self._path(_digest(name))) for name in names]
+
+    def get(self, items: Sequence[Item]) -> Iterator[Got]:
+        head = self._head()
+        for i, item in enumerate(items):
+            digest = _digest(item.name)
+            try:
+                fd = os.open(self._path(digest), os.O_RDONLY)
+            except (FileNotFoundError, NotADirectoryError):
+                yield Got(i, b"", MISSING)
+                continue
+            try:
+                size = self._read(fd, head, item)
+                self._use(digest, fd, charge(max(size, 0)))
+            except OSError:  # a bad sector, a stale handle: this one key
+                yield Got(i, b"", FAILED)
+                continue
+            finally:
+                os.close(fd)
+            yield Got(i, head[: min(size, HEAD_BYTES)], max(0, size - _BLOCK))
+
+    def _read(self, fd: int, head: memoryview, item: Item) -> int:
+        """What is in the page cache is copied from there; what is not comes straight from the disk, where it can, and
+        leaves the page cache as it is: the host tier keeps it from now on."""
+        into = [head, item.page]
+        whole = _BLOCK + len(item.page)
+        if self._direct and item.arena.address in self._aligned:
+            try:
+                size = os.preadv(fd, into, 0, os.RWF_NOWAIT)
+                if size == whole:
+                    return size
+            except BlockingIOError:
+                try:
+                    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
+                    return os.preadv(fd, into, 0)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                    self._direct = False
+                    fcntl.fcntl(fd, fcntl.F_SETFL, 0)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                    raise
+                self._direct = False
+        size = os.preadv(fd, into, 0)
+        while _BLOCK <= size < whole:  # a signal, or a file that is really short
+            more = os.preadv(fd, [item.page[size - _BLOCK :]], size)
+            if not more:
+                break
+            size += more
+        return size
+
+    # ---- writing
+
+    def put(self, items: Sequence[Item]) -> Iterator[Kept]:
+        new: list[tuple[int, Item, bytes]] = []
+        for i, item in enumerate(items):
+            digest = _digest(item.name)
+            if self._there(digest, _BLOCK + len(item.page)):
+                yield Kept(i, "")
+            else:
+                new.append((i, item, digest))
+        # Room for all at once, unless that is much of what there is.
+        need = sum(charge(_BLOCK + len(item.page)) for _, item, _ in new)
+        batches = [new] if need <= self.limit // 8 else [[one] for one in new]
+        for batch in batches:
+            yield from self._put(batch)
+
+    def _put(self, batch: list[tuple[int, Item, bytes]]) -> Iterator[Kept]:
+        if not batch:
+            return
+        charges = [charge(_BLOCK + len(item.page)) for _, item, _ in batch]
+        if not self._take(sum(charges)):
+            for i, _, _ in batch:
+                yield Kept(i, "full")
+            return
+        kept = 0
+        try:
+            for (i, item, digest), cost in zip(batch, charges, strict=True):
+                lost = ""
+                try:
+                    self._write(item, digest)
+                    kept += cost
+                    self._note(digest, cost, time.time())
+                except OSError as error:
+                    lost = "full" if error.errno in _FULL else "error"
+                yield Kept(i, lost)
+        finally:
+            self._ledger.settle(sum(charges), kept)
+
+    def _write(self, item: Item, digest: bytes) -> None:
+        head = self._head()
+        head[:HEAD_BYTES] = item.head()
+        head[HEAD_BYTES:] = bytes(_BLOCK - HEAD_BYTES)
+        temporary = self._ledger.temporary()
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            try:
+                size = os.writev(fd, [head, item.page])
+                while size < _BLOCK + len(item.page):  # the disk got full, or a signal came: the rest says which
+                    rest = item.page[size - _BLOCK :] if size >= _BLOCK else head[size:]
+                    size += os.pwrite(fd, rest, size)
+            finally:
+                os.close(fd)
+            place = self._path(digest)
+            try:
+                os.rename(temporary, place)
+            except FileNotFoundError:
+                os.makedirs(os.path.dirname(place), mode=0o700, exist_ok=True)
+                os.rename(temporary, place)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+            raise
+
+    def delete(self, names: Sequence[str]) -> None:
+        freed = 0
+        for name in names:
+            freed += self._remove(_digest(name))
+        self._ledger.freed(freed)
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "used": self._ledger.used(),
+            "limit": self.limit,
+            "evicted": self._evicted,
+            "known": len(self._index),
+            "scans": self._scans,
+            "direct": self._direct and bool(self._aligned),
+        }
+
+    def close(self) -> None:
+        self._closing = True
+        self._scanner.join()
+        self._ledger.close()
+
+    # ---- who goes
+
+    def _take(self, n: int) -> bool:
+        """Room for n bytes, made by letting the least recently used go if need be."""
+        over = self._ledger.take(n)
+        if not over:
+            return True
+        if n > self.limit:
+            return False
+        self._scanned.wait()
+        counted = False
+        while over := self._ledger.take(n):
+            if over != UNCOUNTED and not self._strangers() and self._evict(over):
+                continue
+            if counted:
+                return False
+            self._scan()
+            counted = True
+        return True
+
+    def _strangers(self) -> bool:
+        """Have others written so much that this process's order of use is no longer the folder's? Then look again,
+        but not before another tenth of the limit was written."""
+        return self._known < 0.9 * min(self._ledger.used(), self.limit) and (
+            self._ledger.taken() - self._counted_at > self.limit // 10
+        )
+
+    def _evict(self, over: int) -> bool:
+        """Let files go that count at least `over`, or as much as is known. False if nothing went."""
+        freed = 0
+        while freed < over:
+            with self._lock:
+                if not self._index:
+                    break
+                digest, known = next(iter(self._index.items()))
+            try:
+                used = os.stat(self._path(digest)).st_mtime
+            except FileNotFoundError:
+                used = 0.0
+            if used > known.used + 1:  # another process needed it since
+                self._note(digest, known.charge, used)
+                continue
+            freed += self._remove(digest)
+        self._ledger.freed(freed)
+        return freed > 0
+
+    def _remove(self, digest: bytes) -> int:
+        """The bytes that were freed: only one process can remove a file."""
+        with self._lock:
+            known = self._index.pop(digest, None)
+            self._known -= known.charge if known else 0
+        path = self._path(digest)
+        try:
+            size = os.stat(path).st_size
+            os.unlink(path)
+        except FileNotFoundError:
+            return 0
+        self._evicted += 1
+        return charge(size)
+
+    def _there(self, digest: bytes, size: int) -> bool:
+        """Is a file of this size there already? Then that is a use of it."""
+        try:
+            fd = os.open(self._path(digest), os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            if os.fstat(fd).st_size != size:
+                return False
+            self._use(digest, fd, charge(size))
+        finally:
+            os.close(fd)
+        return True
+
+    def _use(self, digest: bytes, fd: int, cost: int) -> None:
+        now = time.time()
+        known = self._index.get(digest)
+        if known is None or now > known.used + _FRESH:
+            with contextlib.suppress(OSError):  # a file system that is read-only now still serves
+                os.utime(fd, (now, now))
+            self._note(digest, cost, now)
+        else:
+            with self._lock, contextlib.suppress(KeyError):
+                self._index.move_to_end(digest)
+
+    def _note(self, digest: bytes, cost: int, used: float) -> None:
+        with self._lock:
+            before = self._index.pop(digest, None)
+            self._index[digest] = Known(cost, used)
+            self._known += cost - (before.charge if before else 0)
+
+    def _first_scan(self) -> None:
+        try:
+            self._scan()
+        except OSError:
+            pass  # the first put that needs room tries again
+        finally:
+            self._scanned.set()
+
+    def _scan(self) -> None:
+        """Look at every file: sets the count right and the order in which files go."""
+        with self._scanning:
+            mark = self._ledger.begin_count()
+            began = time.time()
+            found: list[tuple[float, bytes, int]] = []
+            total = 0
+            for shard in range(256):
+                if self._closing:
+                    return
+                try:
+                    entries = os.scandir(f"{self.root}/{shard:02x}")
+                except FileNotFoundError:
+                    continue
+                with entries:
+                    for entry in entries:
+                        try:
+                            stat = entry.stat(follow_symlinks=False)
+                            digest = bytes.fromhex(entry.name)
+                        except (FileNotFoundError, ValueError):
+                            continue
+                        cost = charge(stat.st_size)
+                        total += cost
+                        found.append((stat.st_mtime, digest, cost))
+            found.sort()
+            with self._lock:
+                index = OrderedDict((digest, Known(cost, used)) for used, digest, cost in found)
+                for digest, known in self._index.items():  # what was written or used meanwhile is known better here
+                    if known.used >= began if digest not in index else known.used > index[digest].used:
+                        index[digest] = known
+                        index.move_to_end(digest)
+                self._index = index
+                self._known = sum(known.charge for known in index.values())
+            self._ledger.end_count(mark, total)
+            self._counted_at = mark.taken
+            self._scans += 1
+
+    # ---- small things
+
+    def _path(self, digest: bytes) -> str:
+        name = digest.hex()
+        return f"{self.root}/{name[:2]}/{name}"
+
+    def _head(self) -> memoryview:
+        """A block for a header, aligned, one a thread."""
+        head = getattr(self._local, "head", None)
+        if head is None:
+            head = self._local.head = memoryview(mmap.mmap(-1, _BLOCK))
+        return head
+
+
+def _digest(name: str) -> bytes:
+    return hashlib.sha256(name.encode()).digest()
+
+
+def _said(error: OSError) -> str:
+    return (error.strerror or type(error).__name__).lower()
+
+
+def _claim(root: str) -> None:
+    """Make the folder a store, or see that it is one of ours."""
+    path = os.path.join(root, _MARK)
+    right = f"sapwood file store {VERSION}\n"
+    if not os.path.exists(path):
+        if any(not name.startswith(_MARK) for name in os.listdir(root)) and not os.path.exists(path):
+            raise StoreError(f"file store {root}: the folder has other things in it; give it one of its own")
+        mine = f"{path}.{os.getpid()}.{threading.get_ident()}"
+        try:
+            with open(mine, "w") as file:
+                file.write(right)
+            os.rename(mine, path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(mine)
+    with open(path, errors="replace") as file:
+        found = file.read(100)
+    if found != right:
+        raise StoreError(
+            f"file store {root}: it is {found.strip()!r:.60}, and this Sapwood reads {right.strip()!r}: "
+            "give it another folder, or empty this one"
+        )

@@ -1,0 +1,465 @@
+"""The store as its caller sees it: jobs that return at once, are polled, and end by their deadline. Threads live here.
+
+exists / get / put --> queue --parts--> workers --> backend (blocks)
+     |                   |                 |
+  job id or None         '--- deadline ----+--> reports --> poll: JobDone, later Released if it was held
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from .breaker import Breaker, Missing
+from .keys import Fingerprint
+from .protocol import FAILED, MISSING, Backend, JobDone, Kind, Released, StoreError
+from .values import FOREIGN, REASONS, Arena, Item, digests
+
+log = logging.getLogger("sapwood.store")
+
+Hashes = Sequence[bytes] | bytes | bytearray | memoryview
+
+
+class _Job:
+    """A job under way. Its keys stand in order of pages, all groups of a page together, and are handed out in parts."""
+
+    __slots__ = (
+        "answered", "arenas", "asked", "broken", "columns", "deadline", "hashes", "id", "kind", "next", "numbers", "ok",
+        "over", "part", "rows", "running", "why",
+    )  # fmt: skip
+
+    def __init__(
+        self, kind: Kind, hashes: bytes, arenas: list[Arena], pages: NDArray[np.int64], deadline: float
+    ) -> None:
+        self.id = 0
+        self.kind = kind
+        self.hashes = hashes
+        self.arenas = arenas
+        rows, columns = np.nonzero(pages)
+        self.numbers = pages[rows, columns].tolist()
+        self.rows = rows.tolist()
+        self.columns = columns.tolist()
+        self.asked = {arena.group: pages[:, i] != 0 for i, arena in enumerate(arenas)}
+        self.ok = [np.zeros(len(pages), np.bool_) for _ in arenas]
+        self.deadline = deadline
+        self.part = 1  # keys in a part
+        self.next = 0  # the first key that no worker has taken
+        self.running = 0  # parts that workers have
+        self.over = False  # reported, or about to be: nothing more is begun
+        self.answered = 0  # keys the backend had a word for
+        self.broken = 0  # keys it failed
+        self.why = ""
+
+    def items(self, low: int, high: int) -> list[Item]:
+        hashes, arenas = self.hashes, self.arenas
+        return [
+            Item(arenas[self.columns[k]], self.numbers[k], hashes[32 * self.rows[k] : 32 * self.rows[k] + 32])
+            for k in range(low, high)
+        ]
+
+    def mark(self, k: int) -> None:
+        self.ok[self.columns[k]][self.rows[k]] = True
+
+    def done(self, failed: str) -> JobDone:
+        ok = {arena.group: mine.copy() for arena, mine in zip(self.arenas, self.ok, strict=True)}
+        return JobDone(self.id, self.kind, ok, self.asked, failed, self.running > 0)
+
+
+class Store:
+    """Pages by key, in a backend. One caller submits and polls; nothing it calls here waits for the backend.
+
+    Page ids are rows of the registered arrays; 0 says that a group has no part at a page, as everywhere in Sapwood.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        fingerprint: Fingerprint,
+        *,
+        shown: str = "",
+        queue_pages: int = 8192,
+        breaker: Breaker | None = None,
+        missing: Missing | None = None,
+        on_report: Callable[[], None] | None = None,
+    ) -> None:
+        if not isinstance(fingerprint, Fingerprint):
+            raise ValueError(f"fingerprint must be a Fingerprint, got {fingerprint!r:.60}")
+        if not isinstance(queue_pages, int) or isinstance(queue_pages, bool) or queue_pages < 1:
+            raise ValueError(f"queue_pages must be an integer of at least 1, got {queue_pages!r:.60}")
+        self._backend = backend
+        self._fingerprint = fingerprint
+        self._shown = shown or type(backend).__name__
+        self._queue_pages = queue_pages
+        self.breaker = Breaker() if breaker is None else breaker
+        self.missing = Missing() if missing is None else missing
+        self._on_report = on_report
+        self._arenas: dict[str, Arena] = {}
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._told = threading.Condition(self._lock)
+        self._reads: deque[_Job] = deque()  # with keys that no worker has taken yet
+        self._writes: deque[_Job] = deque()
+        self._live: dict[int, _Job] = {}  # not reported
+        self._late: dict[int, _Job] = {}  # reported, but the backend has not returned
+        self._reports: deque[JobDone | Released] = deque()
+        self._first_deadline = math.inf  # of those alive, or earlier
+        self._jobs = 0
+        self._waiting = 0  # keys in the queues
+        self._writing = 0  # workers with a put
+        self._closed = False
+        self._counts: dict[str, int] = dict.fromkeys(
+            ("submitted", "done", "dropped", "refused", "timeout", "error", "closed", "late",
+             "found", "absent", "hit", "miss", "failed", "stored", "full", "lost", "bytes_read", "bytes_written"), 0
+        )  # fmt: skip
+        self._bad = dict.fromkeys(REASONS, 0)
+        self._threads = [
+            threading.Thread(target=self._loop, name=f"sapwood-store-{i}", daemon=True) for i in range(backend.workers)
+        ]
+        self._alive = len(self._threads)
+        for thread in self._threads:
+            thread.start()
+
+    def __repr__(self) -> str:
+        return f"<Store {self._shown}>"
+
+    # ---- what the caller does
+
+    def register(self, group: str, array: NDArray[np.uint8]) -> None:
+        """Host memory of a group: a uint8 array [pages, page_bytes], whose row p is page p. Kept until `close`."""
+        arena = Arena(self._fingerprint, group, array)
+        if group in self._arenas:
+            raise ValueError(f"group {group!r} must be registered once, and was before")
+        self._backend.register(group, array)
+        self._arenas[group] = arena
+
+    def exists(self, hashes: Hashes, groups: Mapping[str, ArrayLike], *, timeout: float) -> int | None:
+        """Ask which pages seem to be there: `groups` has, for each group, one entry a hash, not 0 where it is asked.
+
+        The answer is a hint: only `get` knows.
+        """
+        return self._submit("exists", hashes, groups, timeout)
+
+    def get(self, hashes: Hashes, targets: Mapping[str, ArrayLike], *, timeout: float) -> int | None:
+        """Bring pages: `targets` has, for each group, the page each hash goes to; 0 where it has no part."""
+        return self._submit("get", hashes, targets, timeout)
+
+    def put(self, hashes: Hashes, sources: Mapping[str, ArrayLike], *, timeout: float) -> int | None:
+        """Keep pages: `sources` has, for each group, the page each hash comes from; 0 where it has no part."""
+        return self._submit("put", hashes, sources, timeout)
+
+    def poll(self) -> list[JobDone | Released]:
+        """All that became known since the last call. Never waits."""
+        if not self._reports and time.monotonic() < self._first_deadline:
+            return []
+        with self._lock:
+            self._expire()
+            reports = list(self._reports)
+            self._reports.clear()
+        return reports
+
+    def wait(self, timeout: float) -> bool:
+        """Until there is something to poll, or for so many seconds. True if there is."""
+        until = time.monotonic() + timeout
+        with self._lock:
+            while True:
+                self._expire()
+                now = time.monotonic()
+                if self._reports or now >= until:
+                    return bool(self._reports)
+                self._told.wait(min(until, self._first_deadline) - now)
+
+    def drain(self, timeout: float) -> bool:
+        """Until no job is under way and all memory is the caller's. True if so in time; the reports can be polled."""
+        until = time.monotonic() + timeout
+        with self._lock:
+            while self._live or self._late:
+                self._expire()
+                now = time.monotonic()
+                if (self._live or self._late) and now >= until:
+                    return False
+                if self._live or self._late:
+                    self._told.wait(min(until, self._first_deadline) - now)
+        return True
+
+    def close(self, timeout: float = 5.0) -> bool:
+        """Begin nothing more, and wait for what is under way. False if a backend call has not returned even then: the
+        memory it may touch stays alive, and the backend is closed when it returns."""
+        until = time.monotonic() + timeout
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                for job in [*self._reads, *self._writes]:
+                    self._give_up(job)
+                    if not job.running:
+                        self._report(job, "closed")
+                self._work.notify_all()
+            while self._alive and time.monotonic() < until:
+                self._told.wait(until - time.monotonic())
+            self._expire()
+            for job in list(self._live.values()):
+                self._report(job, "closed")
+            return not self._alive
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since the start, and how things stand now. Nothing in it is secret."""
+        with self._lock:
+            counts = dict(self._counts)
+            now = {
+                "waiting": self._waiting,
+                "jobs": len(self._live),
+                "held_jobs": len(self._late),
+                "held_pages": sum(len(job.numbers) for job in self._late.values() if job.kind != "exists"),
+                "bad": dict(self._bad),
+            }
+        return {
+            "uri": self._shown,
+            **counts,
+            **now,
+            "breaker": self.breaker.stats(),
+            "missing": self.missing.stats(),
+            "backend": self._backend.stats(),
+        }
+
+    # ---- on the caller's thread
+
+    def _submit(self, kind: Kind, hashes: Hashes, pages: Mapping[str, ArrayLike], timeout: float) -> int | None:
+        run = digests(hashes)
+        n = len(run) // 32
+        arenas = []
+        table = np.zeros((n, len(pages)), np.int64)
+        for i, (group, ids) in enumerate(pages.items()):
+            arena = self._arenas.get(group)
+            if arena is None:
+                raise ValueError(f"group {group!r:.60} must be registered; registered are {list(self._arenas)!r:.200}")
+            column = np.asarray(ids)
+            if column.shape != (n,) or (n and column.dtype.kind not in "iub"):
+                raise ValueError(
+                    f"pages of group {group!r} must be {n} integers, one a hash, got {column.dtype} {column.shape}"
+                )
+            if n and kind != "exists" and not (int(column.min()) >= 0 and int(column.max()) < arena.pages):
+                raise ValueError(f"pages of group {group!r} must be from 0 to {arena.pages - 1}, got {ids!r:.60}")
+            arenas.append(arena)
+            table[:, i] = (column != 0) if kind == "exists" else column
+        if not (isinstance(timeout, int | float) and math.isfinite(timeout) and timeout > 0):
+            raise ValueError(f"timeout must be a number of seconds above 0, got {timeout!r:.60}")
+        job = _Job(kind, run, arenas, table, time.monotonic() + timeout)
+        keys = len(job.numbers)
+        with self._lock:
+            if self._closed:
+                raise StoreError(f"the store {self._shown} is closed")
+            if self._waiting and self._waiting + keys > self._queue_pages:
+                self._counts["dropped"] += 1
+                return None
+            if keys and not self.breaker.allow():
+                self._counts["refused"] += 1
+                return None
+            self._jobs = job.id = self._jobs + 1
+            self._counts["submitted"] += 1
+            self._live[job.id] = job
+            if not keys:
+                self._report(job, "")
+                return job.id
+            page = max(arena.page_bytes for arena in arenas)
+            most = self._backend.part_bytes // page if kind != "exists" else self._backend.part_pages
+            job.part = max(1, min(self._backend.part_pages, most))
+            (self._writes if kind == "put" else self._reads).append(job)
+            self._waiting += keys
+            self._first_deadline = min(self._first_deadline, job.deadline)
+            self._work.notify(min(len(self._threads), -(-keys // job.part)))
+        return job.id
+
+    # ---- under the lock
+
+    def _expire(self) -> None:
+        """Report those whose time is up. Their memory stays with them while a worker has it."""
+        now = time.monotonic()
+        if now < self._first_deadline:
+            return
+        for job in [job for job in self._live.values() if job.deadline <= now]:
+            self._give_up(job)
+            self._report(job, "timeout")
+        self._first_deadline = min((job.deadline for job in self._live.values()), default=math.inf)
+
+    def _give_up(self, job: _Job) -> None:
+        """No worker begins another part of it."""
+        job.over = True
+        left = len(job.numbers) - job.next
+        if left:
+            self._waiting -= left
+            job.next = len(job.numbers)
+            (self._writes if job.kind == "put" else self._reads).remove(job)
+
+    def _report(self, job: _Job, failed: str) -> None:
+        job.over = True
+        del self._live[job.id]
+        done = job.done(failed)
+        if done.held:
+            self._late[job.id] = job
+            self._counts["late"] += 1
+        self._counts[failed or "done"] += 1
+        if failed in ("timeout", "error"):
+            if self.breaker.failure():
+                log.warning("store %s is not asked any more for now (%s)", self._shown, job.why or failed)
+        elif job.answered:
+            if self.breaker.success():
+                log.warning("store %s answers again", self._shown)
+        elif job.numbers:
+            self.breaker.unknown()
+        self._tell(done)
+
+    def _tell(self, report: JobDone | Released) -> None:
+        self._reports.append(report)
+        self._told.notify_all()
+
+    # ---- on the workers' threads
+
+    def _loop(self) -> None:
+        while True:
+            with self._lock:
+                taken = self._take()
+                while taken is None and not self._closed:
+                    self._work.wait()
+                    taken = self._take()
+                if taken is None:
+                    self._alive -= 1
+                    last = self._alive == 0
+                    break
+            job, low, high = taken
+            why = ""
+            try:
+                self._run(job, low, high)
+            except Exception as error:  # whatever a backend raises is a failure of this part, and of nothing else
+                why = f"{type(error).__name__}: {error}"
+            with self._lock:
+                self._returned(job, why)
+            if self._on_report is not None:
+                self._on_report()
+        if last:
+            try:
+                self._backend.close()
+            except Exception as error:
+                log.warning("closing store %s: %s", self._shown, error)
+        with self._lock:
+            self._told.notify_all()
+
+    def _take(self) -> tuple[_Job, int, int] | None:
+        """The next part: reads before writes, and one worker is always left for reads."""
+        if self._reads:
+            queue = self._reads
+        elif self._writes and self._writing < max(1, len(self._threads) - 1):
+            queue = self._writes
+            self._writing += 1
+        else:
+            return None
+        job = queue[0]
+        low = job.next
+        job.next = high = min(low + job.part, len(job.numbers))
+        job.running += 1
+        self._waiting -= high - low
+        if high == len(job.numbers):
+            queue.popleft()
+        return job, low, high
+
+    def _returned(self, job: _Job, why: str) -> None:
+        """A worker is done with a part of it, one way or another."""
+        job.running -= 1
+        if job.kind == "put":
+            self._writing -= 1
+            if self._writes:
+                self._work.notify()
+        if why:
+            job.why = why
+            job.broken += 1
+            log.debug("store %s: %s: %s", self._shown, job.kind, why)
+        if job.running or job.next < len(job.numbers):
+            return
+        if job.id in self._late:
+            del self._late[job.id]
+            self._tell(Released(job.id))
+        elif job.id in self._live:
+            failed = "closed" if job.over else "error" if job.broken and not job.answered else ""
+            self._report(job, failed)
+
+    def _run(self, job: _Job, low: int, high: int) -> None:
+        """One part, on the backend. What is ok is marked at once: a deadline in between leaves it ok."""
+        items = job.items(low, high)
+        known = Counter[str]()
+        bad: list[tuple[Item, str]] = []
+        try:
+            if job.kind == "put":
+                self._put(job, low, items, known)
+                return
+            places = [k for k, item in enumerate(items, low) if item.name not in self.missing]
+            known["miss" if job.kind == "get" else "absent"] += len(items) - len(places)
+            asked = [items[k - low] for k in places]
+            if not asked:
+                return
+            if job.kind == "get":
+                self._get(job, places, asked, known, bad)
+            else:
+                self._exists(job, places, asked, known)
+        finally:
+            with self._lock:
+                for name, n in known.items():
+                    self._counts[name] += n
+                for _, reason in bad:
+                    self._bad[reason] += 1
+        ours = [item.name for item, reason in bad if reason not in FOREIGN]
+        if ours:
+            self._backend.delete(ours)
+
+    def _exists(self, job: _Job, places: list[int], items: list[Item], known: Counter[str]) -> None:
+        there = self._backend.exists([item.name for item in items])
+        job.answered += len(items)
+        for k, yes in zip(places, there, strict=True):
+            if yes:
+                job.mark(k)
+            known["found" if yes else "absent"] += 1
+
+    def _get(
+        self, job: _Job, places: list[int], items: list[Item], known: Counter[str], bad: list[tuple[Item, str]]
+    ) -> None:
+        for at, head, size in self._backend.get(items):
+            item = items[at]
+            if size == FAILED:
+                job.broken += 1
+                known["failed"] += 1
+            else:
+                job.answered += 1
+                reason = "" if size == MISSING else item.check(head, size)
+                if size == MISSING or reason:
+                    known["miss"] += 1
+                    self.missing.add(item.name)
+                    if reason:
+                        bad.append((item, reason))
+                else:
+                    job.mark(places[at])
+                    known["hit"] += 1
+                    known["bytes_read"] += size
+            if job.over or time.monotonic() >= job.deadline:
+                break
+
+    def _put(self, job: _Job, low: int, items: list[Item], known: Counter[str]) -> None:
+        for at, lost in self._backend.put(items):
+            if lost == "error":
+                job.broken += 1
+                known["lost"] += 1
+            else:
+                job.answered += 1
+                if lost:
+                    known["full"] += 1
+                else:
+                    job.mark(low + at)
+                    self.missing.discard(items[at].name)
+                    known["stored"] += 1
+                    known["bytes_written"] += len(items[at].page)
+            if job.over or time.monotonic() >= job.deadline:
+                break

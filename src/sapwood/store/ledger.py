@@ -1,0 +1,201 @@
+"""How many bytes a folder holds, counted by all processes that use it together, so that a limit holds at all times.
+
+Room is taken before a file is written and given back after it is gone. Whoever is killed in between leaves the count
+too high, never too low; counting the files again sets it right. All of it is under one file lock, which the kernel
+lets go of when a process dies.
+
+    usage               used | taken since ever | boot       one record, changed under the lock
+    tmp/<owner>.owner   taken and not settled                one a process, locked while it lives
+    tmp/<owner>.<n>     files being written by that process
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import os
+import struct
+import threading
+import uuid
+from collections.abc import Iterator
+from typing import NamedTuple
+
+_USAGE = struct.Struct("<QQ16s")
+_OWED = struct.Struct("<Q")
+UNCOUNTED = 2**62  # more than any limit: nothing can be taken before the files have been counted
+_BLOCK = 4096
+_ENTRY = 512  # what a file costs beside its blocks: its entry in a folder, its inode
+
+
+def charge(size: int) -> int:
+    """What a file of this size counts."""
+    return -(-size // _BLOCK) * _BLOCK + _ENTRY
+
+
+class Mark(NamedTuple):
+    """How things stood when a count of the files began."""
+
+    taken: int
+    owed: int
+
+
+class Ledger:
+    def __init__(self, root: str, limit: int) -> None:
+        self.limit = limit
+        self._tmp = os.path.join(root, "tmp")
+        os.makedirs(self._tmp, mode=0o700, exist_ok=True)
+        self._thread = threading.Lock()
+        self._usage = os.open(os.path.join(root, "usage"), os.O_RDWR | os.O_CREAT, 0o600)
+        self._numbers = itertools.count()
+        self._owed = 0
+        self._name = uuid.uuid4().hex
+        self._owner = -1
+        self._last = (0, 0, b"")
+        try:
+            with self._locked():
+                self._sweep()
+                self._owner = os.open(self._owner_path(self._name), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+                fcntl.flock(self._owner, fcntl.LOCK_EX)
+                os.pwrite(self._owner, _OWED.pack(0), 0)
+                used, taken, boot = self._read()
+                if boot != _boot():  # after a crash of the machine the record may be older than the files
+                    used = UNCOUNTED
+                self._write(used, taken)
+        except BaseException:
+            self.close()
+            raise
+
+    def take(self, n: int) -> int:
+        """Take room for n bytes. Returns 0; or how many there are too few, or UNCOUNTED, and nothing was taken."""
+        with self._locked():
+            used, taken, _ = self._read()
+            if used >= UNCOUNTED:
+                return UNCOUNTED
+            over = used + n - self.limit
+            if over > 0:
+                return over
+            # What is owed first: one who looks in between sees too much, never too little.
+            self._owed += n
+            os.pwrite(self._owner, _OWED.pack(self._owed), 0)
+            self._write(used + n, taken + n)
+            return 0
+
+    def settle(self, taken: int, kept: int) -> None:
+        """Of room that was taken, so much is now a file; the rest is given back."""
+        with self._locked():
+            self._free(taken - kept)
+            self._owed -= taken
+            os.pwrite(self._owner, _OWED.pack(self._owed), 0)
+
+    def freed(self, n: int) -> None:
+        """A file that counted n is gone."""
+        if n:
+            with self._locked():
+                self._free(n)
+
+    def used(self) -> int:
+        """As it was a moment ago: waits for nobody."""
+        return self._read()[0]
+
+    def taken(self) -> int:
+        """All that was ever taken: grows with what is written."""
+        return self._read()[1]
+
+    def begin_count(self) -> Mark:
+        """Before all files are counted: also removes what dead processes left half-written."""
+        with self._locked():
+            return Mark(self._read()[1], self._sweep())
+
+    def end_count(self, mark: Mark, found: int) -> int:
+        """All files were counted since `mark`. A file that is there now was found, or its room was owed at the mark, or
+        it was taken since: their sum is never too low, and the count becomes it if it is lower."""
+        with self._locked():
+            used, taken, _ = self._read()
+            used = min(used, found + mark.owed + taken - mark.taken)
+            self._write(used, taken)
+            return used
+
+    def temporary(self) -> str:
+        """The path of a new file, to be written and then moved to its place."""
+        return os.path.join(self._tmp, f"{self._name}.{next(self._numbers)}")
+
+    def close(self) -> None:
+        self._last = self._read()
+        with contextlib.suppress(OSError):
+            os.unlink(self._owner_path(self._name))
+        for fd in (self._owner, self._usage):
+            if fd >= 0:
+                os.close(fd)
+        self._owner = self._usage = -1
+
+    # ---- under the lock
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._thread:
+            fcntl.flock(self._usage, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._usage, fcntl.LOCK_UN)
+
+    def _read(self) -> tuple[int, int, bytes]:
+        if self._usage < 0:  # closed
+            return self._last
+        record = os.pread(self._usage, _USAGE.size, 0)
+        return _USAGE.unpack(record) if len(record) == _USAGE.size else (UNCOUNTED, 0, b"")
+
+    def _write(self, used: int, taken: int) -> None:
+        os.pwrite(self._usage, _USAGE.pack(used, taken, _boot()), 0)
+
+    def _free(self, n: int) -> None:
+        used, taken, _ = self._read()
+        if used < UNCOUNTED:
+            self._write(max(0, used - n), taken)
+
+    def _owner_path(self, name: str) -> str:
+        return os.path.join(self._tmp, f"{name}.owner")
+
+    def _sweep(self) -> int:
+        """Remove what dead processes left; return what the living owe. What the dead owed stays counted: part of it may
+        have become files."""
+        names = os.listdir(self._tmp)
+        owed = 0
+        living = set()
+        for name in names:
+            owner, _, kind = name.rpartition(".")
+            if kind != "owner":
+                continue
+            try:
+                fd = os.open(os.path.join(self._tmp, name), os.O_RDWR)
+            except FileNotFoundError:
+                continue
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                record = os.pread(fd, _OWED.size, 0)
+                owed += _OWED.unpack(record)[0] if len(record) == _OWED.size else 0
+                living.add(owner)
+            finally:
+                os.close(fd)
+        for name in names:
+            if name.rpartition(".")[0] not in living:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(os.path.join(self._tmp, name))
+        return owed
+
+
+def _boot() -> bytes:
+    """Which start of the machine this is."""
+    global _boot_id
+    if _boot_id is None:
+        try:
+            with open("/proc/sys/kernel/random/boot_id") as file:
+                _boot_id = uuid.UUID(file.read().strip()).bytes
+        except (OSError, ValueError):
+            _boot_id = bytes(16)
+    return _boot_id
+
+
+_boot_id: bytes | None = None

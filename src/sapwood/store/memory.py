@@ -1,0 +1,73 @@
+"""`memory://name?size=1GiB`: values in this process, shared by every store of that name. For tests and simulation."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .protocol import MISSING, Backend, Got, Kept
+from .values import HEAD_BYTES, Item
+
+
+class Shelf:
+    """What all stores of one name share: values in order of use, and their bytes."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.values: OrderedDict[str, bytes] = OrderedDict()
+        self.used = 0
+
+
+class MemoryBackend(Backend):
+    _shelves: dict[str, Shelf] = {}  # noqa: RUF012
+    workers = 2
+
+    def __init__(self, name: str, limit: int) -> None:
+        self._shelf = self._shelves.setdefault(name, Shelf()) if name else Shelf()
+        self._limit = limit
+        self._evicted = 0
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        return [name in self._shelf.values for name in names]
+
+    def get(self, items: Sequence[Item]) -> Iterator[Got]:
+        shelf = self._shelf
+        for i, item in enumerate(items):
+            with shelf.lock:
+                value = shelf.values.get(item.name)
+                if value is not None:
+                    shelf.values.move_to_end(item.name)
+            if value is None:
+                yield Got(i, b"", MISSING)
+                continue
+            size = min(max(0, len(value) - HEAD_BYTES), len(item.page))
+            item.page[:size] = memoryview(value)[HEAD_BYTES : HEAD_BYTES + size]
+            yield Got(i, value[:HEAD_BYTES], max(0, len(value) - HEAD_BYTES))
+
+    def put(self, items: Sequence[Item]) -> Iterator[Kept]:
+        shelf = self._shelf
+        for i, item in enumerate(items):
+            if item.name in shelf.values:
+                yield Kept(i, "")
+                continue
+            value = b"".join((item.head(), item.page))
+            with shelf.lock:
+                while shelf.values and shelf.used + len(value) > self._limit:
+                    shelf.used -= len(shelf.values.popitem(last=False)[1])
+                    self._evicted += 1
+                fits = shelf.used + len(value) <= self._limit
+                if fits:
+                    shelf.used += len(value) - len(shelf.values.pop(item.name, b""))
+                    shelf.values[item.name] = value
+            yield Kept(i, "" if fits else "full")
+
+    def delete(self, names: Sequence[str]) -> None:
+        shelf = self._shelf
+        with shelf.lock:
+            for name in names:
+                shelf.used -= len(shelf.values.pop(name, b""))
+
+    def stats(self) -> dict[str, Any]:
+        return {"used": self._shelf.used, "limit": self._limit, "evicted": self._evicted}

@@ -1,0 +1,119 @@
+"""`open_store`: the one place that knows every backend."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from . import uri as uris
+from .breaker import Breaker, Missing
+from .faulty import Faults, FaultyBackend
+from .file import FileBackend
+from .jobs import Store
+from .keys import Fingerprint
+from .memory import MemoryBackend
+from .mooncake import MooncakeBackend
+from .protocol import Backend
+from .redis import RedisBackend
+from .uri import Where
+
+
+def open_store(
+    uri: str,
+    fingerprint: Fingerprint,
+    *,
+    queue_pages: int = 8192,
+    breaker: Breaker | None = None,
+    missing: Missing | None = None,
+    on_report: Callable[[], None] | None = None,
+    wrap: Callable[[Backend], Backend] | None = None,
+) -> Store:
+    """Open the store at `uri`.
+
+    file:///path?size=20GiB · redis://host:port/db?ttl=3600 · redis+cluster://host:port · mooncake://master:port ·
+    memory://name?size=1GiB; with `faulty+` before it and faults among its options, it misbehaves as told.
+    Raises ValueError for a URI that is wrong and StoreError for a place that cannot be used.
+    """
+    if not isinstance(fingerprint, Fingerprint):
+        raise ValueError(f"fingerprint must be a Fingerprint, got {fingerprint!r:.60}")
+    where = uris.parse(uri)
+    faults: dict[str, float] = {}
+    seed = 0
+    scheme = where.scheme.removeprefix("faulty+")
+    if scheme != where.scheme:
+        seed = where.take("seed", uris.whole, 0)
+        for fault in fields(Faults):
+            read = uris.seconds if fault.name in ("slow", "hang_seconds") else uris.share
+            faults[fault.name] = where.take(fault.name, read, getattr(Faults, fault.name))
+    if scheme not in _SCHEMES:
+        known = ", ".join(f"{name}://" for name in _SCHEMES)
+        raise ValueError(f"the scheme of a store's URI must be one of {known}; got {scheme!r:.60}")
+    backend = _SCHEMES[scheme](where)
+    if scheme != where.scheme:
+        backend = FaultyBackend(backend, seed, Faults(**faults))
+    if wrap is not None:
+        backend = wrap(backend)
+    options: dict[str, Any] = {"breaker": breaker, "missing": missing, "on_report": on_report}
+    return Store(backend, fingerprint, shown=where.shown, queue_pages=queue_pages, **options)
+
+
+def _file(where: Where) -> Backend:
+    if where.host not in ("", "localhost") or where.port is not None or where.user is not None:
+        raise ValueError("path of file:// must be absolute and on this machine: file:///path?size=20GiB")
+    if not os.path.isabs(where.path) or where.path == "/" or "\0" in where.path:
+        raise ValueError("path of file:// must name a folder: file:///path?size=20GiB")
+    size = where.take("size", uris.nbytes, 0)
+    where.no_more("size")
+    if size <= 0:
+        raise ValueError("size of file:// must be given, in bytes with a unit: file:///path?size=20GiB")
+    return FileBackend(os.path.normpath(where.path), size)
+
+
+def _redis(where: Where) -> Backend:
+    always = where.scheme.endswith("+cluster")
+    cluster = where.take("cluster", uris.whole, 1 if always else 0)
+    ttl = where.take("ttl", uris.whole, 0)
+    timeout = where.take("timeout", uris.seconds, 2.0)
+    where.no_more("ttl, timeout, cluster")
+    if not where.host:
+        raise ValueError("host of redis:// must be given: redis://host:6379/0")
+    database = where.path.strip("/")
+    if database and not (database.isdecimal() and len(database) < 6):
+        raise ValueError("database of redis:// must be a number: redis://host:6379/0")
+    if (cluster or always) and database not in ("", "0"):
+        raise ValueError("database of a Redis cluster must be 0 or left out")
+    return RedisBackend(where, ttl or None, timeout, bool(cluster or always))
+
+
+def _mooncake(where: Where) -> Backend:
+    if not where.host or where.port is None:
+        raise ValueError("master of mooncake:// must be given with its port: mooncake://host:50051")
+    if where.path.strip("/") or where.user is not None:
+        raise ValueError("mooncake:// has neither a path nor a user: mooncake://host:50051")
+    options: dict[str, Any] = {
+        "segment": where.take("segment", uris.nbytes, 0),
+        "buffer": where.take("buffer", uris.nbytes, 64 << 20),
+        "host": where.take("host", uris.word, ""),
+        "protocol": where.take("protocol", uris.word, "tcp"),
+        "device": where.take("device", uris.word, ""),
+        "metadata": where.take("metadata", uris.word, "P2PHANDSHAKE"),
+    }
+    where.no_more("segment, buffer, host, protocol, device, metadata")
+    return MooncakeBackend(where.host, where.port, **options)
+
+
+def _memory(where: Where) -> Backend:
+    size = where.take("size", uris.nbytes, 1 << 30)
+    where.no_more("size")
+    return MemoryBackend(where.host + where.path, size)
+
+
+_SCHEMES: dict[str, Callable[[Where], Backend]] = {
+    "file": _file,
+    "redis": _redis,
+    "redis+cluster": _redis,
+    "mooncake": _mooncake,
+    "memory": _memory,
+}

@@ -1,0 +1,209 @@
+"""`redis://[user:password@]host:port/db?ttl=3600`: Redis or Valkey, alone or (`redis+cluster://`) as a cluster.
+
+One string a value, header and page. Pipelines of single commands: joining large values for MSET is slower, and across
+slots it is refused. In a cluster every node has a pipeline of its own, so a dead node costs its own keys only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .protocol import FAILED, MISSING, Backend, Got, Kept, StoreError
+from .values import HEAD_BYTES, Item
+
+if TYPE_CHECKING:
+    from .uri import Where
+
+_LOOK_AGAIN = 1.0  # seconds between two looks at which node has which slots
+
+
+class RedisBackend(Backend):
+    """`ttl`: seconds after the last use at which the server forgets a value; None leaves that to its own policy.
+    `timeout`: seconds after which a connection that says nothing is given up."""
+
+    workers = 2
+    part_bytes = 4 << 20  # a pipeline holds a copy of what it sends
+
+    def __init__(self, where: Where, ttl: int | None, timeout: float, cluster: bool) -> None:
+        try:
+            import redis
+        except ImportError:
+            raise StoreError("redis:// needs the package redis: pip install 'sapwood[redis]'") from None
+        self._redis = redis
+        self._errors = (redis.RedisError, redis.exceptions.RedisClusterException, OSError)
+        self._ttl = ttl
+        self._cluster = cluster
+        self._looked = 0.0
+        self._lock = threading.Lock()
+        self._evidence = {"moved": 0, "nodes": 0}
+        retry = redis.retry.Retry(redis.backoff.NoBackoff(), 0)
+        options: dict[str, Any] = {
+            "host": where.host or "127.0.0.1",
+            "port": where.port or 6379,
+            "username": where.user or None,
+            "password": where.password or None,
+            "socket_timeout": timeout,
+            "socket_connect_timeout": min(timeout, 1.0),
+            "decode_responses": False,
+        }
+        self._client: Any
+        try:
+            if cluster:
+                self._client = redis.RedisCluster(**options, require_full_coverage=False, retry=retry)
+            else:
+                self._client = redis.Redis(
+                    **options, db=_database(where.path), retry=retry, retry_on_error=[], max_connections=self.workers
+                )
+            self._try_out()
+        except redis.AuthenticationError:
+            raise StoreError(f"{where.shown}: the server does not accept this user and password") from None
+        except redis.ResponseError as error:
+            raise StoreError(f"{where.shown}: the server refuses: {self._clean(error, where)}") from None
+        except (*self._errors, IndexError) as error:
+            kind = "cluster" if cluster else "server"
+            raise StoreError(f"{where.shown}: no Redis {kind} answers there: {self._clean(error, where)}") from None
+
+    def _try_out(self) -> None:
+        """The commands that will be used, once."""
+        self._client.exists("sapwood:try")
+        if self._ttl is not None:
+            self._client.getex("sapwood:try", ex=self._ttl)
+
+    @staticmethod
+    def _clean(error: Exception, where: Where) -> str:
+        text = str(error)
+        for secret in (where.password, where.user):
+            if secret:
+                text = text.replace(secret, "***")
+        return text[:200]
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        there = [False] * len(names)
+        for places, pipe in self._pipes(names):
+            for place in places:
+                pipe.exists(names[place])
+            for place, yes in zip(places, self._execute(pipe), strict=True):
+                there[place] = yes == 1
+        return there
+
+    def get(self, items: Sequence[Item]) -> Iterator[Got]:
+        for places, pipe in self._pipes([item.name for item in items]):
+            for place in places:
+                if self._ttl is None:
+                    pipe.get(items[place].name)
+                else:
+                    pipe.getex(items[place].name, ex=self._ttl)
+            for place, value in zip(places, self._execute_or_fail(pipe, len(places)), strict=True):
+                if value is None:
+                    yield Got(place, b"", MISSING)
+                elif not isinstance(value, bytes):
+                    yield Got(place, b"", FAILED)
+                else:
+                    page = items[place].page
+                    size = len(value) - HEAD_BYTES
+                    if size == len(page):
+                        page[:] = memoryview(value)[HEAD_BYTES:]
+                    yield Got(place, value[:HEAD_BYTES], max(0, size))
+
+    def put(self, items: Sequence[Item]) -> Iterator[Kept]:
+        for places, pipe in self._pipes([item.name for item in items]):
+            for place in places:
+                if self._ttl is None:
+                    pipe.exists(items[place].name)
+                else:
+                    pipe.expire(items[place].name, self._ttl)
+            new = []
+            for place, there in zip(places, self._execute_or_fail(pipe, len(places)), strict=True):
+                if isinstance(there, Exception):
+                    yield Kept(place, "error")
+                elif there:
+                    yield Kept(place, "")
+                else:
+                    new.append(place)
+            for place in new:
+                pipe.set(items[place].name, b"".join((items[place].head(), items[place].page)), ex=self._ttl)
+            for place, done in zip(new, self._execute_or_fail(pipe, len(new)), strict=True):
+                full = isinstance(done, Exception) and "OOM" in f"{type(done).__name__} {done}".upper()
+                full = full or isinstance(done, self._redis.exceptions.OutOfMemoryError)
+                yield Kept(place, "full" if full else "" if done is True else "error")
+
+    def delete(self, names: Sequence[str]) -> None:
+        for places, pipe in self._pipes(names):
+            for place in places:
+                pipe.unlink(names[place])
+            self._execute_or_fail(pipe, len(places))
+
+    def stats(self) -> dict[str, Any]:
+        return {"cluster": self._cluster, "ttl": self._ttl, **(self._evidence if self._cluster else {})}
+
+    def close(self) -> None:
+        self._client.close()
+
+    # ---- pipelines
+
+    def _pipes(self, names: Sequence[str]) -> Iterator[tuple[list[int], Any]]:
+        """A pipeline for each server that has some of these keys, and which ones."""
+        if not self._cluster:
+            yield list(range(len(names))), self._client.pipeline(transaction=False)
+            return
+        nodes: dict[str, list[int]] = {}
+        found: dict[str, Any] = {}
+        for place, name in enumerate(names):
+            try:
+                node = self._client.get_node_from_key(name)
+            except self._errors:
+                node = None
+            label = node.name if node is not None else ""
+            nodes.setdefault(label, []).append(place)
+            found[label] = node
+        self._evidence["nodes"] = len(self._client.get_nodes())
+        if "" in found:
+            self._look_again()
+        for label, places in nodes.items():
+            if found[label] is None:
+                yield places, None
+            else:
+                yield places, self._client.get_redis_connection(found[label]).pipeline(transaction=False)
+
+    def _execute(self, pipe: Any) -> list[Any]:
+        if pipe is None:
+            raise StoreError("no node of the cluster has these keys")
+        answers: list[Any] = pipe.execute(raise_on_error=False)
+        if self._cluster:
+            moved = sum(isinstance(answer, self._redis.exceptions.MovedError) for answer in answers)
+            if moved:
+                self._evidence["moved"] += moved
+                self._look_again()
+        elif answers and all(isinstance(answer, Exception) for answer in answers):
+            raise answers[0]
+        return answers
+
+    def _execute_or_fail(self, pipe: Any, n: int) -> list[Any]:
+        """The answers; in a cluster, a node that does not answer fails its own keys only."""
+        if not n:
+            return []
+        try:
+            return self._execute(pipe)
+        except (*self._errors, StoreError) as error:
+            if not self._cluster:
+                raise
+            self._look_again()
+            return [error] * n
+
+    def _look_again(self) -> None:
+        """Ask the cluster which node has which slots now; not too often."""
+        with self._lock:
+            now = time.monotonic()
+            if now < self._looked + _LOOK_AGAIN:
+                return
+            self._looked = now
+        with contextlib.suppress(*self._errors):
+            self._client.nodes_manager.initialize()
+
+
+def _database(path: str) -> int:
+    return int(path.strip("/") or 0)

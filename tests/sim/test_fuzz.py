@@ -1,0 +1,283 @@
+"""Random traffic and faults against the scheduler; and that the attack sees what it must see."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+
+import pytest
+
+from sapwood.cache import HybridPrefixCache
+from sapwood.scheduler import RequestSpec, Scheduler, StepFailed
+from sapwood.sim import __main__ as command
+from sapwood.sim.fuzz import Fuzz, Report, fuzz
+from sapwood.sim.layouts import LAYOUTS
+
+STEPS = 150
+each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def attack(layout: str, seconds: float, first: int) -> int:
+    """Fuzz one layout from fresh seeds for a while. Set SAPWOOD_SEED to begin elsewhere."""
+    seed = first = int(os.environ.get("SAPWOOD_SEED", first))
+    end = time.monotonic() + seconds
+    while time.monotonic() < end or seed < first + 3:
+        try:
+            fuzz(seed, STEPS, layout)
+        except Exception as error:
+            error.add_note(f"repeat it: python -m sapwood.sim fuzz --seed {seed} --steps {STEPS} --layout {layout}")
+            raise
+        seed += 1
+    return seed - first
+
+
+@each_layout
+def test_fuzz(layout: str) -> None:
+    """Contents, invariants, events, ends and the naive memory agree after every step; then everything is free."""
+    assert attack(layout, seconds=180 / len(LAYOUTS), first=0) >= 3
+
+
+@pytest.mark.long
+@each_layout
+def test_fuzz_for_long(layout: str) -> None:
+    """The same for an hour over all layouts, beyond the seeds of the short attack."""
+    assert attack(layout, seconds=3600 / len(LAYOUTS), first=1_000_000) >= 3
+
+
+# ---- the same seed, the same plans
+
+
+def printed(hash_seed: str, layout: str, seed: int) -> str:
+    """What the command prints in a fresh process."""
+    done = subprocess.run(
+        [sys.executable, "-m", "sapwood.sim", "fuzz", "--seed", str(seed), "--steps", "60", "--layout", layout],
+        env={**os.environ, "PYTHONHASHSEED": hash_seed},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("layout", "seed"), [("full", 1), ("full+2windows+state", 2), ("tiny-full+window", 3), ("full+state/64", 4)]
+)
+def test_s06_a_seed_prints_the_same_digest_in_every_process(layout: str, seed: int) -> None:
+    """Two processes with different hash seeds make the same plans, byte for byte.
+
+    Mutation: the scheduler goes through a set of ids, or the traffic draws from one.
+    """
+    one = printed("1", layout, seed)
+    assert one and one == printed("2", layout, seed)
+    assert one.split()[0] == fuzz(seed, 60, layout).digest[:16]
+
+
+class OneByOne(Fuzz):
+    """Hands over requests that come together one by one."""
+
+    def submit(self, specs: list[RequestSpec]) -> None:
+        for spec in specs:
+            self.scheduler.submit([spec])
+
+
+@pytest.mark.parametrize("layout", ["full", "full+window", "full+2windows+state/4", "tiny-full"])
+def test_s06_requests_may_be_submitted_in_one_call_or_in_many(layout: str) -> None:
+    """The plans are the same, byte for byte.
+
+    Mutation: arrival is counted by call.
+    """
+    for seed in range(3):
+        assert OneByOne(seed, layout).run(60) == fuzz(seed, 60, layout)
+
+
+def test_another_seed_makes_other_plans() -> None:
+    assert len({fuzz(seed, 40, "full").digest for seed in range(5)}) == 5
+
+
+# ---- the attack is one
+
+
+def test_everything_happens() -> None:
+    """Over a few seeds every kind of end, fault and pressure has been there: the attack does not pass by idling."""
+    reports = [fuzz(seed, 100, layout) for seed in range(4) for layout in ("full", "tiny-full+window", "full+state")]
+    total = {name: sum(getattr(r, name) for r in reports) for name in Report.__dataclass_fields__ if name in COUNTS}
+    assert all(total.values()), total
+    reasons = {reason for report in reports for reason in report.ended}
+    assert reasons == {"stop", "length", "finish", "abort", "failed"}
+    assert total["requests"] == sum(sum(report.ended.values()) for report in reports)
+
+
+COUNTS = ("steps", "requests", "refused", "retractions", "failed_steps", "evictions", "cached", "recomputed", "events")
+
+
+def found(layout: str, seeds: int = 8, steps: int = 80) -> str:
+    """The first complaint of an attack, with every kind of fault in it, on something that was broken."""
+    for seed in range(seeds):
+        attack = Fuzz(seed, layout)
+        attack.failing, attack.trouble, attack.unloads = 0.05, 0.1, 0.05
+        try:
+            attack.run(steps)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def lose_an_end(patch: pytest.MonkeyPatch) -> None:
+    right = Scheduler.advance
+    patch.setattr(Scheduler, "advance", lambda self, events: [e for e in right(self, events) if e.reason != "stop"])
+
+
+def end_twice(patch: pytest.MonkeyPatch) -> None:
+    right = Scheduler.advance
+    patch.setattr(Scheduler, "advance", lambda self, events: 2 * right(self, events))
+
+
+def never_let_go_of_a_name(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HybridPrefixCache, "unbind", lambda self, binding: None)
+
+
+def keep_what_was_flushed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "flush", lambda self: None)
+
+
+def keep_an_unloaded_adapter(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "evict_namespace", lambda self, namespace: True)
+
+
+def drop_an_event(patch: pytest.MonkeyPatch) -> None:
+    right = Scheduler.drain_events
+    patch.setattr(Scheduler, "drain_events", lambda self: right(self)[1:])
+
+
+def believe_a_failed_step(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HybridPrefixCache, "step_failed", lambda self, step, newest: (self.step_commit(step), [])[1])
+
+
+def forget_the_namespace(patch: pytest.MonkeyPatch) -> None:
+    right = HybridPrefixCache.bind
+    default = RequestSpec("", [1], 1).namespace
+    patch.setattr(HybridPrefixCache, "bind", lambda self, namespace: right(self, default))
+
+
+def write_what_is_there(patch: pytest.MonkeyPatch) -> None:
+    names = [group.name for group in Fuzz(0, "full").config.groups]
+    patch.setattr(HybridPrefixCache, "write_from", lambda self, lease, start: dict.fromkeys(names, start))
+
+
+def take_anything(patch: pytest.MonkeyPatch) -> None:
+    right = Scheduler.submit
+
+    def submit(self: Scheduler, specs: list[RequestSpec]) -> None:
+        with contextlib.suppress(ValueError):
+            right(self, specs)
+
+    patch.setattr(Scheduler, "submit", submit)
+
+
+def stop_at_once(patch: pytest.MonkeyPatch) -> None:
+    idle = Fuzz(0, "full").scheduler.next_plan()
+    patch.setattr(Scheduler, "next_plan", lambda self: idle)
+
+
+@pytest.mark.parametrize(
+    ("breaks", "complaint"),
+    [
+        (lose_an_end, "should have ended: stop"),
+        (end_twice, "of a request that is not live"),
+        (never_let_go_of_a_name, "bound to|namespaces stay"),
+        (keep_what_was_flushed, "."),
+        (keep_an_unloaded_adapter, "were computed|was evicted"),
+        (drop_an_event, "event|parent|was not there"),
+        (believe_a_failed_step, "."),
+        (forget_the_namespace, "holds something else|were computed|overwrites"),
+        (write_what_is_there, "which .* has written"),
+        (take_anything, "was not refused"),
+        (stop_at_once, "nothing to run and nothing in flight"),
+    ],
+)
+def test_what_is_broken_is_found(breaks, complaint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each breaks one thing in the scheduler or the cache, and the attack finds it within a few seeds."""
+    breaks(monkeypatch)
+    assert re.search(complaint, found("full"))
+
+
+def test_a_poisonous_request_ends_as_failed_and_the_others_go_on() -> None:
+    """S09: every step with its row fails; it is given up, and everybody else gets the output they would have had."""
+    poisoned = 0
+    for seed in range(6):
+        attack = Fuzz(seed, "full+window")
+        attack.failing = attack.trouble = attack.unloads = 0.0
+        attack.poison = 0.1
+        report = attack.run(80)
+        poisoned += report.ended.get("failed", 0)
+        assert set(report.ended) <= {"stop", "length", "failed"}
+    assert poisoned > 5
+
+
+# ---- the command
+
+
+def test_a_failure_prints_the_command_that_repeats_it(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def fails(seed: int, steps: int, layout: str) -> Report:
+        if seed == 5:
+            raise AssertionError("page 7 has two owners")
+        return fuzz(seed, 1, layout)
+
+    monkeypatch.setattr(command, "fuzz", fails)
+    assert command.main(shlex.split("fuzz --seed 4 --count 3 --steps 9 --layout full+window/1")) == 1
+    printed = capsys.readouterr().out
+    assert "full+window/1, seed 4: " in printed and "page 7 has two owners" in printed
+    assert "python -m sapwood.sim fuzz --seed 5 --steps 9 --layout full+window/1\n" in printed
+
+
+def test_all_layouts_for_a_while(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """--count and --layout all: every layout by every seed. --minutes: until the time is over."""
+    seen: list[tuple[int, str]] = []
+
+    def notes(seed: int, steps: int, layout: str) -> Report:
+        seen.append((seed, layout))
+        return fuzz(0, 1, "full")
+
+    monkeypatch.setattr(command, "fuzz", notes)
+    assert command.main(["fuzz", "--count", "2"]) == 0
+    assert seen == [(seed, layout) for seed in (0, 1) for layout in LAYOUTS]
+    seen.clear()
+    assert command.main(["fuzz", "--minutes", "0.001", "--layout", "full", "--seed", "3"]) == 0
+    assert seen[0] == (3, "full") and len(seen) < 1000
+    assert len(capsys.readouterr().out.splitlines()) == 2 * len(LAYOUTS) + len(seen)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ("", "required"),
+        ("fuzz --seed x", "must be a whole number from 0 up, got 'x'"),
+        ("fuzz --seed -1", "--seed"),
+        ("fuzz --steps 0", "must be a whole number from 1 up, got '0'"),
+        ("fuzz --count 0", "must be a whole number from 1 up"),
+        ("fuzz --layout round", "invalid choice: 'round'"),
+        ("fuzz --minutes nan", "must be a number of minutes"),
+        ("fly", "invalid choice: 'fly'"),
+    ],
+)
+def test_bad_arguments_are_named(arguments: str, complaint: str, capsys) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        command.main(shlex.split(arguments))
+    assert leaving.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_an_unknown_layout_is_named() -> None:
+    with pytest.raises(ValueError, match=r"layout must be one of full, .*, got 'round'"):
+        fuzz(0, 1, "round")
+
+
+def test_a_step_that_nobody_made_raises() -> None:
+    """The attack's own mistakes are refused by the scheduler, and it would say so if they were not."""
+    with pytest.raises(ValueError, match="no step runs"):
+        Fuzz(0, "full").scheduler.advance([StepFailed(3, "mistake")])
