@@ -135,6 +135,7 @@ class Scheduler:
             "loading": len(book.loading),
             "prefilling": len(book.prefilling),
             "decoding": book.decoding.count,
+            "transfers": len(book.transfers.under_way),
             **book.counts,
             **self._outcome.counts,
             "cache": self.cache.stats(),
