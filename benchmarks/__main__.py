@@ -9,7 +9,12 @@ import time
 from . import cache, peer, scheduler, store, transfer
 from .timing import LOOP_SECONDS, Figure, loop_seconds
 
-SUBJECTS = {"cache": cache.figures, "scheduler": scheduler.figures, "transfer": transfer.figures, "store": store.figures}
+SUBJECTS = {
+    "cache": cache.figures,
+    "scheduler": scheduler.figures,
+    "transfer": transfer.figures,
+    "store": store.figures,
+}
 
 
 def line(figure: Figure) -> str:

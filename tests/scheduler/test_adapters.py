@@ -174,7 +174,7 @@ def test_l09_base_requests_are_never_put_off():
 def test_l10_an_adapter_that_could_not_be_scheduled_blocks_nobody(layout):
     """The request of adapter A comes first and finds no pages: it takes no place under the cap, so B runs.
 
-    Mutation: `Planner._chunks` enters an adapter into the gate when it is let in, not when its row is there.
+    Mutation: `Planner._prefill` enters an adapter into the gate when it is let in, not when its row is there.
     """
     run = Run(*groups_of(layout, 16, pages=12), max_loras=1, headroom=0)
     run.submit("base", toks(1, 100), 20)
@@ -196,7 +196,7 @@ def test_l11_who_was_put_off_is_not_starved(most, mixed, policy):
     """A stream of requests of adapter A, of which one always runs, does not keep B out: after `max_overtaken` of them
     (and those of one plan) only the base model comes in until B can run.
 
-    Mutation: `Planner._chunks` does not close the gate.
+    Mutation: `Planner._prefill` does not close the gate.
     """
     run = Run(full(200), max_loras=1, max_overtaken=most, mixed=mixed, policy=policy)
     run.submit("a", toks(1, 20), 6, namespace=A)
@@ -239,7 +239,7 @@ def test_l18_prompts_that_the_cap_leaves_out_keep_what_they_have():
     """A prompt of adapter B in the middle of its chunks is left out while more urgent requests of A run; it keeps its
     pages and goes on where it was.
 
-    Mutation: `Planner._chunks` retracts holders that the gate does not let in.
+    Mutation: `Planner._take_part` retracts holders that the gate does not let in.
     """
     run = Run(full(40), max_loras=1, budget=32)
     run.submit("b", toks(1, 90), 3, namespace=B)
@@ -260,7 +260,7 @@ def test_l20_new_weights_match_nothing_older(layout):
     """Requests of version 1 find nothing of version 0 and share with each other; those of version 0 that run when the
     old is evicted end under it, with its answers.
 
-    Mutation: `Namespace.__eq__` leaves out the version (`version` with `compare=False`).
+    Mutation: `Namespace.version` takes no part in comparing (`compare=False`).
     """
     run = Run(*groups_of(layout, 16))
     new = Namespace(version=1)

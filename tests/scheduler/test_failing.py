@@ -33,7 +33,7 @@ def test_s09_a_poisonous_row_is_found_by_halving(layout, when):
     """One row of 16 makes every step fail: it is alone after four halvings, is tried until `max_tries`, and ends as
     `failed` with the reason; the others go on and yield what they would have.
 
-    Mutation: `Outcome.failed` puts all rows into one retry again; or it ends everybody of a failed step.
+    Mutation: `Outcome.failed` puts all rows into one retry again.
     """
     run = Run(*groups_of(layout, 16, pages=200), budget=4096, max_tries=3)
     run.submit_all([RequestSpec(f"r{n}", toks(n, 20 + n), 9) for n in range(16)])

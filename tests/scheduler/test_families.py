@@ -27,7 +27,7 @@ def test_f04_a_batch_that_just_fits_fits(layout, slots):
     """As many requests run at once as there are slots; one more waits until a slot comes back. No slot is left for
     checkpoints, and none is held back for them.
 
-    Mutation: `Desk.wish` asks for two slots a request; or `_less` gives credit for a snapshot that is going to be read.
+    Mutation: `Desk.wish` asks for two slots a request; or `Planner._chunk` takes checkpoints before all have come in.
     """
     run = Run(*groups_of(layout, 16, pages=100, slots=slots))
     run.submit_all([RequestSpec(f"r{n}", toks(n, 40), 6) for n in range(slots + 1)])
@@ -80,13 +80,12 @@ def test_f11_the_next_turn_of_a_chat_starts_near_its_end(layout, page, interval)
     """Every turn of a chat, whatever the length of prompts and answers, starts from a snapshot at most a page and the
     checkpoint interval before the end of what was computed.
 
-    Mutation: `Planner._roll` leaves no checkpoints (a long answer would be computed again); or `Planner._chunk` none
-    at its cuts.
+    Mutation: `Planner._checkpoint` leaves none for decode rows (a long answer would be computed again).
     """
     rng = random.Random(page)
-    run = Run(*groups_of(layout, page, pages=400), page=page, checkpoint_interval=interval)
+    run = Run(*groups_of(layout, page, pages=400), page=page, checkpoint_interval=interval, every=4)
     chat: list[int] = []
-    for turn in range(5):
+    for turn in range(4):
         computed = max(0, len(chat) - 1)
         prompt = chat + toks(turn, rng.randrange(1, 3 * page + 2))
         end = run.run(f"t{turn}", prompt, rng.randrange(1, 5 * page + 2))
@@ -181,11 +180,11 @@ def test_f16_the_tables_a_plan_shows_equal_the_leases(layout, page):
     """First chunk, later chunks, decode, retraction and return, splits by others, duplicates that were replaced,
     failures: in every plan each row's table equals its lease, group by group, and nothing else stands in it.
 
-    Mutation: `Tables.give_slot` does not clear the row; `Outcome._slide` does not clear what slid out; `Pressure._grow`
-    does not append; `Outcome.done` does not write what was replaced.
+    Mutation: `Outcome._slide` does not clear what slid out; `Pressure._grow` does not append; `Outcome.done` does not
+    write what was replaced.
     """
     groups = groups_of(layout, page, pages=17, slots=7, windows=30)
-    run = Run(*groups, page=page, headroom=0, budget=3 * page + 2, batch=6)
+    run = Run(*groups, page=page, headroom=0, budget=3 * page + 2, batch=6, every=2)
     shared = toks(1, 4 * page + 1)
     for n in range(7):
         tokens = (shared[: len(shared) - (n % 3) * page] + toks(2 + n % 4, n % 5 + 1))[: 8 * page]

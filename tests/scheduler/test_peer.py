@@ -112,8 +112,7 @@ def test_like_the_peer_over_sequential_prompts(page, budget):
     """250 random prompts, one after the other: the tokens found in the cache, the lengths of all chunks, the number of
     decode steps, and the pages that are in use after each, are those of tokenspeed-scheduler.
 
-    Mutation: `Outcome._publish` hands nothing to the tree; `Planner._begin` gives a budget one short; `Book.end`
-    publishes nothing.
+    Mutation: `Outcome._publish` hands nothing to the tree; or `Planner._begin` gives a budget one short.
     """
     rng = random.Random(page + budget)
     ours, theirs = Ours(page, budget), Theirs(page, budget)

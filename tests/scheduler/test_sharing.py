@@ -155,8 +155,8 @@ def test_p05_the_same_tokens_with_sharing_on_and_off(layout, page):
     """Prompts longer than the windows, shared while running: each yields the tokens it yields with prefix caching
     off, and every position of its window is in its pages when its row runs.
 
-    Mutation: `Window.slid` gives up one page too many (`now - self.window + 1 + page_size`); or `Window.reads` begins a
-    page late (the cache and the executor would agree on too little).
+    Mutation: `Window.slid` gives up one page too many; or `Window.reads`, `pages_read` and `slid` all begin a page late
+    (the cache and the executor would agree on too little).
     """
     system = toks(1, 4 * page + 3)
     specs = [
@@ -266,7 +266,7 @@ def test_p10_two_that_computed_the_same_end_with_one_copy(layout, page):
 def test_p10_who_reads_nothing_leaves_no_second_copy():
     """A prompt computed again by a request that reads nothing from the cache is there once when both have ended.
 
-    Mutation: `Publisher.settle` keeps the duplicate.
+    Mutation: `Lease.private` forgets duplicates (they would leak).
     """
     for layout in LAYOUTS:
         run = Run(*groups_of(layout, 16))
@@ -323,8 +323,7 @@ def test_p12_what_is_published_ends_at_the_last_computed_position(layout, page, 
     """However a request ends, also exactly at a page end, only whole pages of what it has computed can be found: not
     the page that its last token would fill. The next turn reads no other (the executor would see it).
 
-    Mutation: `Book.end` gives the last token out as computed (`finish_request` with `fill` up to all known tokens); or
-    `Decoding.full_pages` is published one step early.
+    Mutation: `Book.end` hands the page that the last token fills to `finish_request`, as if it were computed.
     """
     for short in range(3 if page == 1 else page):
         if page == 16 and 2 < short < 14:
@@ -372,8 +371,7 @@ def test_p14_only_the_holes_are_filled_where_window_pages_are_gone():
     """A prompt whose window pages are gone is computed from the beginning: its full pages stay shared, `write_from`
     says that nothing of them is written, none is taken; the window's holes are filled, and the next one hits.
 
-    Mutation: `HybridPrefixCache.write_from` returns `start` for every group; or `Desk.wish` follows closed groups only
-    to the boundary.
+    Mutation: `HybridPrefixCache.write_from` returns `start` for every group.
     """
     run = gone_window()
     prompt = toks(1, 64)

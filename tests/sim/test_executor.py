@@ -105,7 +105,7 @@ SPOILS = {
         lambda p: (set_at(p.batch.lengths, 1, 9), setattr(p.batch, "tokens", p.batch.tokens[:-1])),
         "samples is True for a row up to 9 of 10",
     ),
-    "cached, and computed": (lambda p: set_at(p.batch.cached, 1, 4), "cached went from 0 to 4"),
+    "cached, and computed": (lambda p: set_at(p.batch.cached, 1, 4), "cached was 0 and is 4"),
     "all cached": (lambda p: set_at(p.batch.cached, 1, 10), "10 of 10 prompt tokens cached"),
     "cached after the first token": (lambda p: set_at(p.batch.cached, 0, 4), "was 0 at its first token, now 4"),
     "another adapter": (lambda p: p.batch.adapters.__setitem__(0, OTHER.adapter), "not that of its namespace"),

@@ -87,6 +87,8 @@ class RedisBackend(Backend):
             for place in places:
                 pipe.exists(names[place])
             for place, yes in zip(places, self._execute(pipe), strict=True):
+                if isinstance(yes, Exception):
+                    raise yes
                 there[place] = yes == 1
         return there
 
@@ -178,8 +180,6 @@ class RedisBackend(Backend):
             if moved:
                 self._evidence["moved"] += moved
                 self._look_again()
-        elif answers and all(isinstance(answer, Exception) for answer in answers):
-            raise answers[0]
         return answers
 
     def _execute_or_fail(self, pipe: Any, n: int) -> list[Any]:

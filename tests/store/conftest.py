@@ -1,0 +1,75 @@
+"""The places a store can be in, each with a real server behind it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from . import kit
+
+
+@pytest.fixture(scope="session")
+def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    if kit.NO_REDIS:
+        pytest.skip(kit.NO_REDIS)
+    server, port = kit.redis_server(tmp_path_factory.mktemp("redis"))
+    yield port
+    server.kill()
+
+
+@pytest.fixture(scope="session")
+def cluster_ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[int]]:
+    if kit.NO_REDIS:
+        pytest.skip(kit.NO_REDIS)
+    with kit.redis_cluster(tmp_path_factory.mktemp("cluster")) as (_, ports):
+        yield ports
+
+
+@pytest.fixture(scope="session")
+def alone() -> Iterator[kit.Alone]:
+    if kit.no_mooncake():
+        pytest.skip(kit.no_mooncake())
+    namespace = kit.Alone()
+    yield namespace
+    namespace.close()
+
+
+@pytest.fixture(scope="session")
+def mooncake(alone: kit.Alone, tmp_path_factory: pytest.TempPathFactory) -> Iterator[kit.Mooncake]:
+    servers = kit.Mooncake(alone, tmp_path_factory.mktemp("mooncake"))
+    yield servers
+    servers.close()
+
+
+class Place(NamedTuple):
+    kind: str
+    uri: str
+
+    def desk(self, print_: Any = None, **options: Any) -> kit.Desk:
+        return kit.Desk(self.uri, print_, **options)
+
+
+@pytest.fixture(params=["file", "memory", "faulty", "redis", "cluster", "mooncake"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    """One of each kind. A place is shared by all tests of a session where it is a server: weights tell them apart."""
+    kind: str = request.param
+    with contextlib.ExitStack() as stack:
+        if kind == "file":
+            uri = f"file://{tmp_path}/store?size=100MiB"
+        elif kind == "memory":
+            uri = f"memory://{tmp_path}"
+        elif kind == "faulty":
+            uri = f"faulty+file://{tmp_path}/store?size=100MiB&seed=1"
+        elif kind == "redis":
+            uri = f"redis://127.0.0.1:{request.getfixturevalue('redis_port')}/0?ttl=600"
+        elif kind == "cluster":
+            uri = f"redis+cluster://127.0.0.1:{request.getfixturevalue('cluster_ports')[0]}"
+        else:
+            servers: kit.Mooncake = request.getfixturevalue("mooncake")
+            stack.enter_context(servers.alone.inside())
+            uri = servers.uri
+        yield Place(kind, uri)

@@ -1,0 +1,491 @@
+"""The file store: several processes, kill -9, byte limits, torn and foreign files, full and unwritable disks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sapwood.store import StoreError, open_store
+from sapwood.store.file import FileBackend
+from sapwood.store.ledger import UNCOUNTED, Ledger, charge
+
+from . import kit
+
+KIB, MIB = kit.KIB, kit.MIB
+ROOT = Path(__file__).parent.parent.parent
+
+
+def uri(folder: Path, size: str = "100MiB") -> str:
+    return f"file://{folder}?size={size}"
+
+
+# ---- a process of its own: backs up pages in a random order for ever, and reads what it or others wrote
+
+NEIGHBOUR = """
+import random, sys, time
+from tests.store import kit
+folder, size, seed, keys, seconds = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5])
+random = random.Random(seed)
+desk = kit.Desk(f"file://{folder}?size={size}")
+print("ready", flush=True)
+end = time.monotonic() + seconds
+hits = 0
+while time.monotonic() < end:
+    names = random.sample(range(keys), 6)
+    desk.put(names)
+    hits += sum(int(ok.sum()) for ok in desk.get(random.sample(range(keys), 6)).ok.values())
+desk.store.close()
+print("hits", hits, desk.store.stats()["bad"], flush=True)
+"""
+
+
+def neighbour(folder: Path, size: str, seed: int, keys: int, seconds: float) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", NEIGHBOUR, str(folder), size, str(seed), str(keys), str(seconds)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env)
+
+
+def ready(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+
+
+@contextlib.contextmanager
+def watched(folder: Path, limit: int) -> Iterator[None]:
+    """While it lasts, the bytes on disk are counted again and again, from outside."""
+    most, stop = [0], threading.Event()
+
+    def watch() -> None:
+        while not stop.is_set():
+            most[0] = max(most[0], kit.bytes_in(folder))
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+    assert 0.5 * limit < most[0] <= limit, f"{most[0]} bytes of {limit}"
+
+
+def kill_while_it_backs_up(folder: Path, times: int, seed: int) -> None:
+    """The same folder, `times` processes one after the other, each killed at a random moment; then all is looked at."""
+    limit, dice = 4 * MIB, random.Random(seed)
+    found = 0
+    for n in range(times):
+        process = neighbour(folder, "4MiB", dice.randrange(2**30), 40, 60)
+        ready(process)
+        time.sleep(dice.uniform(0, 0.15))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert kit.bytes_in(folder) <= limit, f"seed {seed}, kill {n}"
+        if n % 5 == 4 or n == times - 1:
+            with kit.Desk(uri(folder, "4MiB")) as desk:
+                # Whatever comes back is compared with what it must be, byte for byte.
+                found += sum(int(ok.sum()) for ok in desk.get(range(40)).ok.values())
+                assert sum(desk.store.stats()["bad"].values()) == 0, f"seed {seed}, kill {n}: a torn value has a name"
+                assert desk.put(["room"]).run() == 1
+            assert [path.name for path in (folder / "tmp").iterdir()] == [], "strays are swept, none is left"
+            assert kit.bytes_in(folder) <= limit
+    assert found > 0, "the processes did write"
+
+
+def test_t10_killed_while_it_backs_up(tmp_path: Path) -> None:
+    """Ten processes are killed with SIGKILL at random moments during backups: what they wrote is found again, never a
+    torn or wrong page, no stray file stays, and the byte limit holds through all of it.
+
+    Mutation: `_write` writes to the file's own place instead of a temporary one; `_sweep` leaves strays.
+    """
+    kill_while_it_backs_up(tmp_path / "store", 10, 1)
+
+
+@pytest.mark.long
+def test_t10_killed_a_hundred_times(tmp_path: Path) -> None:
+    """The same a hundred times.
+
+    Mutation: as above.
+    """
+    kill_while_it_backs_up(tmp_path / "store", 100, 2)
+
+
+def test_t12_t13_three_processes_and_eviction(tmp_path: Path) -> None:
+    """Three processes on one folder that holds a quarter of what they write: bytes on disk, temporary files included,
+    never pass the limit; all of them hit, none reads a wrong byte, evicting breaks nobody.
+
+    Mutation: `Ledger.take` counts what this process wrote only.
+    """
+    folder = tmp_path / "store"
+    with watched(folder, 8 * MIB):
+        others = [neighbour(folder, "8MiB", seed, 220, 2.5) for seed in (1, 2, 3)]
+        ends = [process.communicate(timeout=60)[0].splitlines()[-1] for process in others]
+    assert all(process.returncode == 0 for process in others)
+    for end in ends:
+        word, hits, *bad = end.split()
+        assert word == "hits" and int(hits) > 0 and "".join(bad).count(":0") == 7, end
+    ledger = Ledger(str(folder), 8 * MIB)
+    assert kit.bytes_in(folder) <= ledger.used() <= 8 * MIB
+    ledger.close()
+
+
+def test_t12_limit_under_threads(tmp_path: Path) -> None:
+    """Many jobs at once from one process, five times what fits: the limit holds at every moment.
+
+    Mutation: `_put` writes first and takes room afterwards.
+    """
+    folder = tmp_path / "store"
+    with watched(folder, 3 * MIB), kit.Desk(uri(folder, "3MiB"), pages=200) as desk:
+        sources = desk.write(range(150), ["full"])
+        for low in range(0, 150, 10):
+            pages = [page if low < page <= low + 10 else 0 for page in sources["full"]]
+            desk.store.put(kit.hashes(*range(150)), {"full": pages}, timeout=30)
+        assert desk.store.drain(30)
+        assert all(report.run() == 150 for report in desk.store.poll())
+        assert desk.store.stats()["backend"]["evicted"] > 50
+
+
+def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
+    """Pages that were read, or put again, outlive those that nobody used since.
+
+    Mutation: `_use` does not move what was used to the end.
+    """
+    with kit.Desk(uri(tmp_path / "store", "1500KiB"), pages=40) as desk:
+        desk.put(range(20), ["full"])
+        desk.get([0, 1, 2], ["full"])
+        desk.put([3, 4], ["full"])
+        desk.put(range(100, 110), ["full"])
+        kept = desk.exists(range(20), ["full"]).ok["full"]
+        assert kept[:5].all() and not kept[5:10].any()
+
+
+def test_use_by_another_process_counts(tmp_path: Path) -> None:
+    """A second server knows of use by the first: what the first one read stays, though the second never did.
+
+    Mutation: `_evict` does not look at when a file was last used.
+    """
+    folder = tmp_path / "store"
+    with kit.Desk(uri(folder, "1500KiB"), pages=40) as one, kit.Desk(uri(folder, "1500KiB"), pages=40) as two:
+        one.put(range(20), ["full"])
+        for path in kit.values_in(folder):
+            os.utime(path, (1e9, 1e9))
+        backend = two.store._backend
+        assert isinstance(backend, FileBackend)
+        backend._scanned.wait()
+        backend._scan()
+        one.store._backend._index.clear()  # as after a restart: its next use of a file is told to all
+        one.get([0, 1, 2], ["full"])
+        two.put(range(100, 110), ["full"])
+        kept = two.exists(range(20), ["full"]).ok["full"]
+        assert kept[:3].all() and kept.sum() < 15
+
+
+def test_torn_files_are_misses(tmp_path: Path) -> None:
+    """Files cut short, emptied, with a byte changed or replaced by something else: misses, counted and removed; a put
+    mends them. A file that only got longer is still whole.
+
+    Mutation: `check` does not look at the size, or `delete` does nothing.
+    """
+    folder = tmp_path / "store"
+    with kit.Desk(uri(folder)) as desk:
+        desk.put(range(6), ["full"])
+        files = sorted(kit.values_in(folder))
+        order = [file for name in range(6) for file in files if kit.hash_of(name) in file.read_bytes()[:128]]
+        os.truncate(order[0], 0)
+        os.truncate(order[1], 100)
+        os.truncate(order[2], order[2].stat().st_size - 1)
+        with order[3].open("r+b") as file:
+            file.seek(-5, 2)
+            file.write(b"\0" if file.read(1) != b"\0" else b"1")
+        with order[4].open("ab") as file:
+            file.write(b"more")
+        got = desk.get(range(6), ["full"])
+        assert got.ok["full"].tolist() == [False, False, False, False, True, True]
+        bad = desk.store.stats()["bad"]
+        assert bad["short"] == 3 and bad["checksum"] == 1
+        assert desk.exists(range(4), ["full"]).ok["full"].sum() == 0
+        assert desk.put(range(6), ["full"]).run() == 6
+        assert desk.get(range(6), ["full"]).run() == 6
+
+
+def test_values_that_changed_places_are_misses(tmp_path: Path) -> None:
+    """A file under another key's name, whole and with a right checksum, is not that key's value.
+
+    Mutation: `check` does not compare the hash.
+    """
+    folder = tmp_path / "store"
+    with kit.Desk(uri(folder)) as desk:
+        desk.put([1, 2], ["full"])
+        one, two = kit.values_in(folder)
+        bytes_ = one.read_bytes(), two.read_bytes()
+        one.write_bytes(bytes_[1])
+        two.write_bytes(bytes_[0])
+        assert not desk.get([1, 2], ["full"]).ok["full"].any()
+        assert desk.store.stats()["bad"]["key"] == 2
+
+
+def test_t10_found_again_after_a_restart(tmp_path: Path) -> None:
+    """A new process finds what an old one wrote, at once, without an index. Its count of bytes is the old one.
+
+    Mutation: a get waits for the scan.
+    """
+    folder = tmp_path / "store"
+    with kit.Desk(uri(folder)) as desk:
+        desk.put(range(10))
+        used = desk.store.stats()["backend"]["used"]
+    with kit.Desk(uri(folder)) as desk:
+        backend = desk.store._backend
+        assert isinstance(backend, FileBackend)
+        with backend._scanning:  # a scan that takes for ever
+            assert desk.get(range(10)).run() == 10
+        backend._scanned.wait(10)
+        assert desk.store.stats()["backend"]["used"] == used
+
+
+def test_the_count_mends_itself(tmp_path: Path) -> None:
+    """Room that a killed process had taken, files removed by hand, a lost record: counting the files sets it right, and
+    until then nothing is written rather than too much.
+
+    Mutation: `end_count` keeps what was there; a lost record counts as nothing used.
+    """
+    folder = tmp_path / "store"
+    with kit.Desk(uri(folder, "1MiB")) as desk:
+        desk.put(range(8), ["full"])
+        backend = desk.store._backend
+        assert isinstance(backend, FileBackend)
+        truth = backend._ledger.used()
+        assert truth == sum(charge(path.stat().st_size) for path in kit.values_in(folder))
+        code = f"""
+import os
+from sapwood.store.ledger import Ledger
+ledger = Ledger({str(folder)!r}, 2**20)
+assert ledger.take(300_000) == 0
+open(ledger.temporary(), "wb").write(bytes(100))
+os._exit(9)
+"""
+        assert subprocess.run([sys.executable, "-c", code]).returncode == 9
+        assert backend._ledger.used() == truth + 300_000
+        backend._scan()
+        assert backend._ledger.used() == truth
+        assert [path.suffix for path in (folder / "tmp").iterdir()] == [".owner"]
+        kit.values_in(folder)[0].unlink()
+        backend._scan()
+        assert backend._ledger.used() == truth - charge(64 * KIB + 4096)
+        os.truncate(folder / "usage", 0)
+        assert backend._ledger.take(1) == UNCOUNTED
+        assert desk.put(["new"], ["full"]).run() == 1, "counted again, then written"
+        assert backend._ledger.used() == truth
+
+
+def test_a_ledger_counts_what_others_take_during_a_count(tmp_path: Path) -> None:
+    """Files written while all files are being counted, seen or not, never make the count too low.
+
+    Mutation: `end_count` leaves out what was owed, or what was taken since.
+    """
+    one, two = Ledger(str(tmp_path), 10_000), Ledger(str(tmp_path), 10_000)
+    one.end_count(one.begin_count(), 0)
+    assert two.take(1000) == 0
+    mark = one.begin_count()
+    assert two.take(2000) == 0
+    two.settle(1000, 1000)
+    assert one.end_count(mark, 0) == 3000
+    assert one.take(7001) == 1 and one.take(7000) == 0 and two.take(1) == 1
+    one.settle(7000, 0)
+    two.settle(2000, 0)
+    two.freed(1000)
+    assert one.used() == 0
+    one.close()
+    two.close()
+
+
+def test_quick_start_with_many_files(tmp_path: Path) -> None:
+    """20,000 files: the first hit of a new server does not wait for anybody to have looked at them.
+
+    Mutation: `FileBackend` scans before it returns.
+    """
+    folder = tmp_path / "store"
+    print_ = kit.fingerprint(4096)
+    with kit.Desk(uri(folder, "1GiB"), print_) as desk:
+        desk.put([1], ["full"])
+        (value,) = kit.values_in(folder)
+    for i in range(20_000):
+        name = f"{i:064x}"
+        shard = folder / f"{i % 256:02x}"
+        if i < 256:
+            shard.mkdir(exist_ok=True)
+        os.link(value, shard / name) if i % 60_000 else (shard / name).write_bytes(b"x")
+    begin = time.monotonic()
+    with kit.Desk(uri(folder, "1GiB"), print_) as desk:
+        assert desk.get([1], ["full"]).run() == 1
+        took = time.monotonic() - begin
+        assert took < 0.5, f"{took:.2f} s"
+        backend = desk.store._backend
+        assert isinstance(backend, FileBackend)
+        assert backend._scanned.wait(20) and desk.store.stats()["backend"]["known"] > 20_000
+
+
+# ---- disks
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """A disk smaller than the store's size: what does not fit is dropped and counted, what is there is still served, no
+    half-written file stays, and room that comes is used.
+
+    Mutation: `_write` leaves its temporary file behind when the disk is full.
+    """
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(disk)]).returncode:
+        pytest.skip("a small disk needs the right to mount one")
+    try:
+        folder = disk / "store"
+        with kit.Desk(uri(folder), pages=80) as desk:
+            done = desk.put(range(60), ["full"])
+            stored = done.ok["full"].tolist()
+            stats = desk.store.stats()
+            assert 10 < sum(stored) < 32 and stats["full"] == 60 - sum(stored) and done.failed == ""
+            assert [path.suffix for path in (folder / "tmp").iterdir()] == [".owner"]
+            assert desk.get(range(60), ["full"]).ok["full"].tolist() == stored
+            assert stats["backend"]["used"] >= kit.bytes_in(folder)
+            for path in kit.values_in(folder)[:5]:
+                path.unlink()
+            assert desk.put(["a", "b"], ["full"]).run() == 2
+        filler = disk / "filler"
+        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        # A disk with not a byte left may be refused, with a reason.
+        with contextlib.suppress(StoreError), kit.Desk(uri(folder), pages=80) as desk:
+            assert desk.get(["a", "b"], ["full"]).run() == 2
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_file_size_limit(tmp_path: Path) -> None:
+    """The same where the system limits the size of a file.
+
+    Mutation: `_FULL` does not know EFBIG.
+    """
+    with kit.Desk(uri(tmp_path / "store")) as desk:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+        try:
+            done = desk.put([1], ["full"])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert (done.run(), done.failed, desk.store.stats()["full"]) == (0, "", 1)
+        assert desk.put([1], ["full"]).run() == 1
+
+
+def test_places_that_cannot_be_used(tmp_path: Path) -> None:
+    """Refused at the start, in words: not a folder, not writable, somebody else's, another version, too small.
+
+    Mutation: `_claim` takes any folder.
+    """
+    print_ = kit.fingerprint()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match=r"file store .*/file/x: not a directory"):
+        open_store(uri(tmp_path / "file" / "x"), print_)
+    with pytest.raises(StoreError, match=r"file store .*/file: file exists"):
+        open_store(uri(tmp_path / "file"), print_)
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "letter").write_text("mine")
+    with pytest.raises(StoreError, match="other things in it"):
+        open_store(uri(home), print_)
+    assert [path.name for path in home.iterdir()] == ["letter"]
+    newer = tmp_path / "newer"
+    newer.mkdir()
+    (newer / "sapwood-store").write_text("sapwood file store 2\n")
+    with pytest.raises(StoreError, match=r"'sapwood file store 2', and this Sapwood reads 'sapwood file store 1'"):
+        open_store(uri(newer), print_)
+    store = open_store(uri(tmp_path / "small", "10KiB"), print_)
+    with pytest.raises(StoreError, match=r"size of file store .* is 10240 bytes; one page of group 'full' needs 70144"):
+        store.register("full", kit.arena(2, 64 * KIB))
+    store.close()
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o500)
+    if os.geteuid() == 0:
+        code = f"""
+import os, uuid
+from tests.store import kit
+os.setuid(65534)
+try:
+    kit.Desk({uri(locked / "store")!r})
+except kit.StoreError as error:
+    print(error)
+"""
+        for folder in (tmp_path, *tmp_path.parents):
+            if str(folder).startswith("/tmp/"):
+                folder.chmod(0o755)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+        assert "permission denied; the folder must be one this user can write to" in done.stdout, done.stderr[-500:]
+
+
+def test_a_disk_that_goes_away(tmp_path: Path) -> None:
+    """The folder is removed under a running store: misses and failed backups, no crash; it does not come back to life
+    half-way.
+
+    Mutation: `get` does not expect a missing file.
+    """
+    folder = tmp_path / "store"
+    with kit.Desk(uri(folder)) as desk:
+        desk.put([1])
+        subprocess.run(["rm", "-rf", str(folder)], check=True)
+        assert desk.get([1]).run() == 0
+        assert desk.put([2]).run() == 0
+        assert desk.exists([1, 2]).run() == 0
+
+
+def test_memory_that_is_not_aligned(tmp_path: Path) -> None:
+    """Memory that O_DIRECT cannot take is served all the same, and so is a cold page cache.
+
+    Mutation: `_read` asks for O_DIRECT whatever the memory.
+    """
+    folder = tmp_path / "store"
+    print_ = kit.fingerprint(64 * KIB, groups=kit.layout()[:1])
+    store = open_store(uri(folder), print_)
+    import numpy as np
+
+    raw = np.zeros(5 * 64 * KIB + 8192, np.uint8)
+    skew = (-raw.ctypes.data) % 4096 + 100
+    memory = raw[skew : skew + 4 * 64 * KIB].reshape(4, 64 * KIB)
+    store.register("full", memory)
+    memory[1] = 7
+    store.put(kit.hashes(1), {"full": [1]}, timeout=10)
+    assert store.drain(10)
+    cold = os.open(kit.values_in(folder)[0], os.O_RDONLY)
+    os.fsync(cold)
+    os.posix_fadvise(cold, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(cold)
+    store.poll()
+    store.get(kit.hashes(1), {"full": [2]}, timeout=10)
+    assert store.drain(10) and store.poll()[0].run() == 1 and (memory[2] == 7).all()  # type: ignore[union-attr]
+    store.close()
+
+
+def test_a_cold_page_cache(tmp_path: Path) -> None:
+    """Pages that are not in the page cache come straight from the disk, with the same bytes.
+
+    Mutation: `_read` returns what was cached of a page as if it were all.
+    """
+    folder = tmp_path / "store"
+    with kit.Desk(uri(folder)) as desk:
+        desk.put(range(8))
+        for i, path in enumerate(kit.values_in(folder)):
+            fd = os.open(path, os.O_RDONLY)
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 16 * KIB if i % 2 else 0, os.POSIX_FADV_DONTNEED)  # of some only a part
+            os.close(fd)
+        assert desk.get(range(8)).run() == 8

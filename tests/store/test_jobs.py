@@ -1,0 +1,411 @@
+"""Jobs: they return at once, end by their deadline, and never let go of memory that a backend may still write to."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sapwood.store import Breaker, Faults, FaultyBackend, JobDone, Missing, Released, open_store
+from sapwood.store.protocol import Backend
+
+from . import kit
+
+
+class Bad:
+    """A desk whose backend misbehaves as told, at any time."""
+
+    def __init__(self, faults: Faults | None = None, seed: int = 1, **options: Any) -> None:
+        self.made: list[FaultyBackend] = []
+
+        def wrap(backend: Backend) -> Backend:
+            self.made.append(FaultyBackend(backend, seed, faults))
+            return self.made[0]
+
+        self.desk = kit.Desk("memory://", wrap=wrap, **options)
+        self.backend = self.made[0]
+
+    def __enter__(self) -> Bad:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.backend.faults = Faults()
+        self.backend.release()
+        self.desk.store.close(5)
+
+
+def test_t19_memory_is_held_until_the_backend_returns() -> None:
+    """A get hangs past its deadline: reported as failed at once, its pages still held. Much later the backend writes
+    there after all, and only then the pages are released.
+
+    Mutation: `_Job.done` says that nothing is held.
+    """
+    with Bad() as bad:
+        desk = bad.desk
+        desk.put(range(4), ["full"])
+        desk.wipe()
+        bad.backend.faults = Faults(hang=1)
+        begin = time.monotonic()
+        job = desk.store.get(kit.hashes(*range(4)), {"full": [1, 2, 3, 4]}, timeout=0.2)
+        done = desk.wait(job)
+        assert time.monotonic() - begin < 2
+        assert (done.failed, done.held, done.run()) == ("timeout", True, 0)
+        assert desk.store.stats()["held_pages"] == 4
+        assert not desk.released(done.job, 0.3) and (desk.memory["full"] == 0xEE).all()
+        bad.backend.faults = Faults()
+        bad.backend.release()
+        assert desk.released(done.job)
+        assert (desk.memory["full"][1] != 0xEE).any(), "the backend wrote late, into memory nobody else had"
+        assert desk.store.stats()["held_pages"] == 0
+        assert sum(isinstance(report, JobDone) and report.job == done.job for report in desk.reports) == 1
+
+
+def test_t19_a_put_reads_until_it_is_released() -> None:
+    """The same for a backup: what is stored after its deadline is what the page held, because nobody else got it.
+
+    Mutation: `_Job.done` says that nothing is held.
+    """
+    with Bad(Faults(hang=1)) as bad:
+        desk = bad.desk
+        sources = desk.write([7], ["full"])
+        done = desk.wait(desk.store.put(kit.hashes(7), sources, timeout=0.1))
+        assert (done.failed, done.held, done.run()) == ("timeout", True, 0)
+        bad.backend.faults = Faults()
+        bad.backend.release()
+        assert desk.released(done.job)
+        assert desk.get([7], ["full"]).run() == 1
+
+
+def test_what_was_in_time_counts() -> None:
+    """The deadline passes in the middle of a job: pages that came before are a hit, and nothing after them is begun.
+
+    Mutation: `_expire` forgets what is ok.
+    """
+    with Bad(Faults()) as bad:
+        desk = bad.desk
+        bad.backend.part_pages = 4
+        desk.put(range(40), ["full"])
+        bad.backend.faults = Faults(slow=0.1)
+        done = desk.wait(desk.store.get(kit.hashes(*range(40)), {"full": list(range(1, 41))}, timeout=0.35))
+        desk.right(done, range(40))
+        assert done.failed == "timeout" and 0 < done.run() < 40
+        assert not done.held or desk.released(done.job)
+
+
+def test_a_job_that_never_began_holds_nothing() -> None:
+    """All threads hang; a job still in the queue at its deadline has touched no memory.
+
+    Mutation: a job that is given up stays in the queue.
+    """
+    with Bad() as bad:
+        desk = bad.desk
+        desk.put([1], ["full"])
+        bad.backend.faults = Faults(hang=1)
+        stuck = [desk.store.get(kit.hashes(1), {"full": [i]}, timeout=0.1) for i in range(1, 3)]
+        time.sleep(0.05)
+        late = desk.store.get(kit.hashes(1), {"full": [9]}, timeout=0.1)
+        done = desk.wait(late)
+        assert (done.failed, done.held) == ("timeout", False)
+        bad.backend.faults = Faults()
+        bad.backend.release()
+        assert all(desk.released(job) for job in stuck if job)
+        assert (desk.memory["full"][9] != kit.content("full", 1, desk.memory["full"].shape[1])).any()
+        assert Released(late) not in desk.reports
+
+
+def test_a_full_queue_drops_and_counts() -> None:
+    """More backups than the queue holds: the rest is refused at once and counted; nothing waits.
+
+    Mutation: `_submit` does not look at the queue.
+    """
+    with Bad(Faults(hang=1), queue_pages=8) as bad:
+        desk = bad.desk
+        sources = desk.write(range(4), ["full"])
+        begin = time.monotonic()
+        jobs = [desk.store.put(kit.hashes(*range(4)), sources, timeout=30) for _ in range(10)]
+        assert time.monotonic() - begin < 1
+        taken = sum(job is not None for job in jobs)
+        assert 2 <= taken <= 4 and desk.store.stats()["dropped"] == 10 - taken
+
+
+def test_reads_go_before_writes() -> None:
+    """Behind a long backup, a get does not wait: one thread is always left for reads.
+
+    Mutation: `_take` gives all threads to puts.
+    """
+    with Bad() as bad:
+        desk = bad.desk
+        desk.put([0], ["full"])
+        bad.backend.faults = Faults(slow=0.5)
+        sources = desk.write(range(1, 33), ["full"])
+        bad.backend.part_pages = 4
+        put = desk.store.put(kit.hashes(*range(1, 33)), sources, timeout=30)
+        time.sleep(0.05)
+        begin = time.monotonic()
+        done = desk.wait(desk.store.get(kit.hashes(0), {"full": [40]}, timeout=10))
+        assert done.run() == 1 and time.monotonic() - begin < 1.5
+        bad.backend.faults = Faults()
+        bad.backend.release()
+        assert desk.wait(put).run() == 32
+
+
+def test_no_call_waits_for_a_hanging_store() -> None:
+    """exists, get, put and poll return within a millisecond or so while every backend call hangs.
+
+    Mutation: a worker holds the lock while it calls the backend.
+    """
+    with Bad(Faults(hang=1)) as bad:
+        desk = bad.desk
+        sources = desk.write(range(4), ["full"])
+        worst = []
+        for _ in range(50):
+            begin = time.thread_time(), time.monotonic()
+            desk.store.exists(kit.hashes(*range(4)), {"full": [1] * 4}, timeout=0.05)
+            desk.store.get(kit.hashes(*range(4)), sources, timeout=0.05)
+            desk.store.put(kit.hashes(*range(4)), sources, timeout=0.05)
+            desk.store.poll()
+            worst.append((time.thread_time() - begin[0], time.monotonic() - begin[1]))
+            time.sleep(0.005)
+        assert np.median([cpu for cpu, _ in worst]) < 0.001
+        assert np.median([wall for _, wall in worst]) < 0.02
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        Faults(partial=0.3),
+        Faults(lie=1),
+        Faults(corrupt=0.3),
+        Faults(torn=0.3),
+        Faults(full=0.5),
+        Faults(fail=0.3),
+        Faults(partial=0.1, lie=0.3, corrupt=0.1, torn=0.1, full=0.1, fail=0.1, slow=0.002),
+    ],
+    ids=lambda faults: "+".join(name for name, value in vars(faults).items() if value and name != "hang_seconds"),
+)
+def test_t08_a_store_that_misbehaves_costs_time_only(faults: Faults) -> None:
+    """Partial, lying, corrupting, tearing, full, failing, and all at once: no wrong byte is ever reported as right, and
+    when it stops, everything can be stored and found again.
+
+    Mutation: `Item.check` does not compare checksums, or `_get` takes what is short.
+    """
+    with Bad(faults, seed=3) as bad:
+        desk = bad.desk
+        for round_ in range(4):
+            names = [f"{round_} {i}" for i in range(20)]
+            desk.put(names)
+            seen = desk.exists([*names, "never put"])
+            got = desk.get([*names, "never put"])
+            assert got.run() <= 20
+            if faults.lie == 1:
+                assert seen.run() == 21 and got.run() == 20, "what exists says counts for nothing"
+        assert sum(bad.backend.done.values()) > 0, "the faults were really made"
+        if faults.corrupt:
+            assert desk.store.stats()["bad"]["checksum"] > 0
+        if faults.torn:
+            assert desk.store.stats()["bad"]["short"] > 0
+        bad.backend.faults = Faults()
+        assert desk.put(names).run() == 20
+        assert desk.get(names).run() == 20
+
+
+def test_faults_repeat_by_their_seed() -> None:
+    """The same seed makes the same faults, however threads run; another seed makes others.
+
+    Mutation: `_hit` draws from a shared random generator.
+    """
+
+    def outcome(seed: int) -> list[bool]:
+        with Bad(Faults(partial=0.5), seed=seed) as bad:
+            bad.backend.part_pages = 3
+            return bad.desk.put(range(30), ["full"]).ok["full"].tolist()
+
+    assert outcome(5) == outcome(5) != outcome(6)
+
+
+def test_t08_breaker_opens_and_recovers() -> None:
+    """After three failures the store is not asked; after a while one probe is let through, and when that succeeds all
+    is as before. All of it is counted.
+
+    Mutation: `Breaker.allow` lets everybody through, or `success` does not close it.
+    """
+    with Bad(breaker=Breaker(failures=3, seconds=0.3)) as bad:
+        desk = bad.desk
+        desk.put([1], ["full"])
+        bad.backend.faults = Faults(fail=1)
+        for _ in range(3):
+            assert desk.get([1], ["full"]).failed == "error"
+        begin = time.monotonic()
+        assert desk.store.get(kit.hashes(1), {"full": [1]}, timeout=1) is None
+        assert desk.store.put(kit.hashes(2), {"full": [1]}, timeout=1) is None
+        assert time.monotonic() - begin < 0.1
+        time.sleep(0.35)
+        assert desk.get([1], ["full"]).failed == "error", "the probe fails: open again"
+        assert desk.store.get(kit.hashes(1), {"full": [1]}, timeout=1) is None
+        bad.backend.faults = Faults()
+        time.sleep(0.35)
+        probe = desk.store.get(kit.hashes(1), {"full": [1]}, timeout=5)
+        assert desk.store.get(kit.hashes(1), {"full": [1]}, timeout=5) is None or desk.store.breaker.state == "closed"
+        assert desk.wait(probe).run() == 1
+        assert desk.get([1], ["full"]).run() == 1
+        told = desk.store.stats()
+        assert told["breaker"]["opened"] == 1 and told["breaker"]["recovered"] == 1 and told["refused"] >= 3
+
+
+def test_t08_timeouts_open_the_breaker() -> None:
+    """A store that only hangs is given up too; misses alone are no failure.
+
+    Mutation: `_report` counts errors only.
+    """
+    with Bad(breaker=Breaker(failures=2, seconds=60)) as bad:
+        desk = bad.desk
+        for i in range(5):
+            assert desk.get([f"nothing {i}"], ["full"]).failed == ""
+        bad.backend.faults = Faults(hang=1)
+        for _ in range(2):
+            assert desk.wait(desk.store.get(kit.hashes(1), {"full": [1]}, timeout=0.05)).failed == "timeout"
+        assert desk.store.get(kit.hashes(1), {"full": [1]}, timeout=1) is None
+        assert desk.store.breaker.state == "open"
+
+
+def test_missing_keys_are_remembered_for_a_short_time() -> None:
+    """A key that a get did not find is not asked for again for a while, not even by exists of a store that lies; a put
+    or the passing of time makes it worth asking again.
+
+    Mutation: `_put` does not discard, or `Missing` never forgets.
+    """
+    with Bad(Faults(lie=1), missing=Missing(seconds=0.5)) as bad:
+        desk = bad.desk
+        assert desk.exists([1], ["full"]).run() == 1
+        assert desk.get([1], ["full"]).run() == 0
+        assert desk.exists([1], ["full"]).run() == 0
+        assert desk.get([1], ["full"]).run() == 0
+        assert desk.store.stats()["missing"]["spared"] == 2
+        desk.put([1], ["full"])
+        assert desk.get([1], ["full"]).run() == 1
+        assert desk.get([2], ["full"]).run() == 0
+        time.sleep(0.6)
+        assert desk.exists([2], ["full"]).run() == 1
+
+
+def test_breaker_and_missing_on_a_clock() -> None:
+    """Both on a clock of the test's own: half-open lets one through, and memory is bounded and forgets in time.
+
+    Mutation: `Missing.add` never deletes; `allow` lets a second probe through.
+    """
+    now = [0.0]
+    breaker = Breaker(failures=2, seconds=10, clock=lambda: now[0])
+    assert breaker.allow() and not breaker.failure() and breaker.failure() and breaker.state == "open"
+    assert not breaker.allow()
+    now[0] = 10
+    assert breaker.allow() and not breaker.allow() and breaker.state == "half-open"
+    breaker.unknown()
+    assert breaker.allow() and not breaker.failure() and not breaker.allow(), "failed: open for another ten seconds"
+    now[0] = 20
+    assert breaker.allow() and breaker.success() and breaker.allow() and breaker.state == "closed"
+    assert not breaker.failure(), "the count began again"
+
+    missing = Missing(seconds=5, capacity=3, clock=lambda: now[0])
+    for name in "abcd":
+        missing.add(name)
+    assert [name in missing for name in "abcd"] == [False, True, True, True] and len(missing) == 3
+    now[0] += 5
+    assert "d" not in missing
+    missing.add("e")
+    assert len(missing) == 1
+    for wrong in ({"failures": 0}, {"seconds": 0}, {"seconds": float("nan")}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            Breaker(**wrong)
+    for wrong in ({"capacity": 0}, {"seconds": -1}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            Missing(**wrong)
+
+
+def test_close_while_a_call_hangs() -> None:
+    """`close` ends in time, every job is reported, and the memory stays alive for the backend that still has it.
+
+    Mutation: `close` waits without a limit, or reports nothing.
+    """
+    bad = Bad(Faults(hang=1))
+    desk = bad.desk
+    jobs = [desk.store.get(kit.hashes(1), {"full": [i]}, timeout=60) for i in range(1, 6)]
+    time.sleep(0.05)
+    begin = time.monotonic()
+    assert not desk.store.close(0.2)
+    assert time.monotonic() - begin < 3
+    reports = desk.store.poll()
+    assert sorted(r.job for r in reports if isinstance(r, JobDone)) == jobs
+    assert all(r.failed == "closed" for r in reports if isinstance(r, JobDone))
+    held = [r.job for r in reports if isinstance(r, JobDone) and r.held]
+    assert len(held) == 2
+    bad.backend.release()
+    assert all(desk.released(job) for job in held)
+    assert desk.store.close(5)
+
+
+def test_wait_wakes_for_deadlines_and_reports() -> None:
+    """`wait` returns when something can be polled, also when that is only a deadline; `on_report` is called.
+
+    Mutation: `wait` sleeps for its whole timeout.
+    """
+    woken: list[float] = []
+    with Bad(on_report=lambda: woken.append(time.monotonic())) as bad:
+        desk = bad.desk
+        desk.put([1], ["full"])
+        assert woken
+        bad.backend.faults = Faults(hang=1)
+        desk.store.get(kit.hashes(1), {"full": [1]}, timeout=0.1)
+        begin = time.monotonic()
+        assert desk.store.wait(20) and time.monotonic() - begin < 5
+        assert not desk.store.wait(0) or desk.store.poll()
+
+
+BAD_CALLS: list[tuple[dict[str, Any], str]] = [
+    ({"hashes": [b"short"]}, "hashes must be 32 bytes"),
+    ({"hashes": b"short"}, "hashes must be 32 bytes"),
+    ({"targets": {"none": [1]}}, "must be registered"),
+    ({"targets": {"full": [1, 2]}}, "must be 1 integers"),
+    ({"targets": {"full": [1.0]}}, "must be 1 integers"),
+    ({"targets": {"full": [-1]}}, "must be from 0"),
+    ({"targets": {"full": [64]}}, "must be from 0 to 63"),
+    ({"timeout": 0}, "timeout must"),
+    ({"timeout": float("nan")}, "timeout must"),
+    ({"timeout": "1"}, "timeout must"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_CALLS)
+def test_wrong_calls_are_refused(change: dict[str, Any], message: str) -> None:
+    """A page that is not there, hashes that are none, a group nobody registered: refused, and nothing is begun.
+
+    Mutation: `_submit` leaves out that look.
+    """
+    with kit.Desk("memory://") as desk:
+        call = {"hashes": kit.hashes(1), "targets": {"full": [1]}, "timeout": 1.0, **change}
+        with pytest.raises(ValueError, match=message):
+            desk.store.get(call["hashes"], call["targets"], timeout=call["timeout"])
+        assert desk.store.stats()["submitted"] == 0
+
+
+def test_wrong_memory_is_refused() -> None:
+    """Memory of another shape, type or order is refused by name when it is registered, and so is a second time.
+
+    Mutation: `Arena` takes what it is given.
+    """
+    store = open_store("memory://", kit.fingerprint(4096))
+    right = kit.arena(4, 4096)
+    for wrong in (right[:, ::2], right.view(np.int8), right[0], right.tolist(), kit.arena(4, 512), right[::-1]):
+        with pytest.raises(ValueError, match="memory of group 'full' must"):
+            store.register("full", wrong)
+    still = right.copy()
+    still.flags.writeable = False
+    with pytest.raises(ValueError, match="writeable"):
+        store.register("full", still)
+    with pytest.raises(ValueError, match="group must be one of"):
+        store.register("other", right)
+    store.register("full", right)
+    with pytest.raises(ValueError, match="once"):
+        store.register("full", right)
+    store.close()
