@@ -126,6 +126,7 @@ class Book:
         assert request.lease is not None
         self.transfers.offer([self.cache.retract(request.lease, b"", request.position, None)])
         self._let_go(request)
+        request.gives_back()
         request.sat_out = 0
         self.waiting.add(request)
         self.counts["retractions"] += 1

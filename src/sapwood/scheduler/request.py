@@ -168,9 +168,13 @@ class Request:
         self.reached = max(self.reached, position)
         self.settled = (self.cached, self.reached)
 
+    def gives_back(self) -> None:
+        """It is retracted: what it had adopted since its last step that was done, it never used."""
+        self.cached, self.reached = self.settled
+
     def falls_to(self, position: int) -> None:
         """Its step failed: what it had adopted for it may be gone again."""
-        self.cached, self.reached = self.settled
+        self.gives_back()
         self.begins_at(position)
 
     def computes_to(self, end: int) -> None:

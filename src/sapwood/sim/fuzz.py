@@ -64,8 +64,8 @@ class Report:
         return (
             f"{self.digest[:16]}  {self.layout}, seed {self.seed}: {self.steps} steps ({self.failed_steps} failed), "
             f"{self.requests} requests ({ends}; {self.refused} refused), {self.retractions} retractions, "
-            f"{self.evictions} evictions of namespaces, {self.transfers} transfers, "
-            f"prompt tokens {self.cached} cached, {self.computed} computed, {self.recomputed} again, {self.events} events"
+            f"{self.evictions} evictions of namespaces, {self.transfers} transfers, {self.events} events, "
+            f"prompt tokens {self.cached} cached, {self.computed} computed, {self.recomputed} again"
         )
 
 
@@ -311,6 +311,10 @@ class Fuzz:
         """An adapter is unloaded (and may come again), or everything is flushed."""
         rng = self.random
         self.counts["evictions"] += 1
+        if LAYOUTS[self.layout].host:
+            for request in self.live.values():  # what it was admitted to load it gets, though its namespace goes
+                if request.epoch == self.epochs.get(request.spec.namespace, 0) and request.spec.reads_cache:
+                    request.held = self.remembered(request.spec.namespace, self.digests(request))
         if rng.random() < 0.3:
             self.scheduler.flush()
             gone = list(self.traffic.spaces)
