@@ -201,10 +201,7 @@ class FileBackend(Backend):
             raise
 
     def delete(self, names: Sequence[str]) -> None:
-        freed = 0
-        for name in names:
-            freed += self._remove(_digest(name))
-        self._ledger.freed(freed)
+        self._remove([_digest(name) for name in names])
 
     def stats(self) -> dict[str, Any]:
         return {
@@ -250,36 +247,32 @@ class FileBackend(Backend):
 
     def _evict(self, over: int) -> bool:
         """Let files go that count at least `over`, or as much as is known. False if nothing went."""
-        freed = 0
-        while freed < over:
+        going: list[bytes] = []
+        while over > 0:
             with self._lock:
                 if not self._index:
                     break
-                digest, known = next(iter(self._index.items()))
+                digest, known = self._index.popitem(last=False)
+                self._known -= known.charge
             try:
                 used = os.stat(self._path(digest)).st_mtime
             except FileNotFoundError:
-                used = 0.0
+                continue
             if used > known.used + 1:  # another process needed it since
                 self._note(digest, known.charge, used)
                 continue
-            freed += self._remove(digest)
-        self._ledger.freed(freed)
-        return freed > 0
+            going.append(digest)
+            over -= known.charge
+        return self._remove(going)
 
-    def _remove(self, digest: bytes) -> int:
-        """The bytes that were freed: only one process can remove a file."""
+    def _remove(self, digests: Sequence[bytes]) -> bool:
         with self._lock:
-            known = self._index.pop(digest, None)
-            self._known -= known.charge if known else 0
-        path = self._path(digest)
-        try:
-            size = os.stat(path).st_size
-            os.unlink(path)
-        except FileNotFoundError:
-            return 0
-        self._evicted += 1
-        return charge(size)
+            for digest in digests:
+                known = self._index.pop(digest, None)
+                self._known -= known.charge if known else 0
+        files, freed = self._ledger.remove([self._path(digest) for digest in digests])
+        self._evicted += files
+        return freed > 0
 
     def _there(self, digest: bytes, size: int) -> bool:
         """Is a file of this size there already? Then that is a use of it."""

@@ -18,7 +18,7 @@ import os
 import struct
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 _USAGE = struct.Struct("<QQ16s")
@@ -88,11 +88,21 @@ class Ledger:
             self._owed -= taken
             os.pwrite(self._owner, _OWED.pack(self._owed), 0)
 
-    def freed(self, n: int) -> None:
-        """A file that counted n is gone."""
-        if n:
-            with self._locked():
-                self._free(n)
+    def remove(self, paths: Sequence[str]) -> tuple[int, int]:
+        """Remove files: how many and how much that freed. A file that somebody else removed frees nothing here.
+
+        Under the lock, so that no count of the files falls between the end of a file and the end of its being counted.
+        """
+        files = freed = 0
+        with self._locked():
+            for path in paths:
+                with contextlib.suppress(FileNotFoundError):
+                    size = os.stat(path).st_size
+                    os.unlink(path)
+                    files += 1
+                    freed += charge(size)
+            self._free(freed)
+        return files, freed
 
     def used(self) -> int:
         """As it was a moment ago: waits for nobody."""
