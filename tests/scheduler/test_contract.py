@@ -236,7 +236,6 @@ def test_one_spec_is_not_a_list():
         ("prefix_caching", 0, "prefix_caching must be True or False"),
         ("host_policy", "back", 'host_policy must be "through" or "evict"'),
         ("policy", "lifo", "policy must be one of fcfs, prefix"),
-        ("groups", [CacheGroup("full", "full", 8, 8)], "host_pages of group 'full' must be 0"),
     ],
 )
 def test_a_wrong_configuration_says_what_is_wrong(field, value, says):

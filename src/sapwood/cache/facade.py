@@ -396,6 +396,11 @@ class HybridPrefixCache:
         return bool(self._tree.loose)
 
     @property
+    def has_host(self) -> bool:
+        """Whether there is a second tier."""
+        return self._tree.has_host
+
+    @property
     def keeps_snapshots(self) -> bool:
         """Whether requests start from snapshots, so that checkpoints are worth making."""
         return bool(self._tree.slots)

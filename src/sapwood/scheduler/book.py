@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sapwood.cache import HybridPrefixCache, Keep, Lease, Match
+from sapwood.cache import HybridPrefixCache, Keep, Landed, Lease, Match
 
 from .config import SchedulerConfig
 from .decode import Decoding
 from .events import Ended, Reason
 from .plan import Chunk
 from .queue import Queue
-from .request import DECODING, PREFILLING, WAITING, Request
+from .request import DECODING, LOADING, PREFILLING, WAITING, Request
 from .tables import Tables
+from .transfers import Transfers
 
 
 class Flight:
@@ -45,9 +46,11 @@ class Book:
         )
         self.requests: dict[str, Request] = {}
         self.waiting = Queue()
+        self.loading = Queue()
         self.prefilling = Queue()
         self.decoding = Decoding(config.page_size, config.max_batch_size)
         self.tables = Tables(self.cache, config.max_batch_size)
+        self.transfers = Transfers(self.cache, config.host_policy == "through")
         self.flight: Flight | None = None
         self.ended: list[Ended] = []  # not told yet
         self.owners: dict[Lease, Request] = {}
@@ -72,16 +75,34 @@ class Book:
         admitted = self.cache.admit(match, upto, writes=request.writes, keep=keep)
         if admitted is None:
             return False
-        lease, _ = admitted
+        lease, operation = admitted
         self.waiting.remove(request)
-        request.happens("admission")
         request.lease = lease
         request.slot = self.tables.take_slot()
-        request.begins_at(lease.start)
         request.overtaken, request.tried = 0, None
         self.owners[lease] = request
-        self.prefilling.add(request)
+        if lease.loading:
+            request.happens("admission to load")
+            self.transfers.load(operation)
+            self.loading.add(request)
+        else:
+            request.happens("admission")
+            request.begins_at(lease.start)
+            self.prefilling.add(request)
         return True
+
+    def landed(self, landed: Landed) -> None:
+        """A load is over: who waited for it goes on, or, if it failed, waits to come in without host."""
+        for lease in landed.ready:
+            request = self.owners[lease]
+            request.happens("its load")
+            self.loading.remove(request)
+            request.begins_at(lease.start)
+            self.prefilling.add(request)
+        for lease in landed.failed:
+            request = self.owners[lease]
+            request.host = False
+            self.retract(request)
 
     def join(self, request: Request, token: int) -> None:
         """All that is known of it is computed: from now on it decodes."""
@@ -100,12 +121,13 @@ class Book:
         """Take everything from a request that will come back with the tokens it has."""
         if request.phase is DECODING:
             self.sit_out(request)
+        (self.loading if request.phase is LOADING else self.prefilling).remove(request)
         request.happens("retraction")
-        self.prefilling.remove(request)
         assert request.lease is not None
-        self.cache.retract(request.lease, b"", request.position, None)
+        self.transfers.offer([self.cache.retract(request.lease, b"", request.position, None)])
         self._let_go(request)
-        request.sat_out = False
+        request.gives_back()
+        request.sat_out = 0
         self.waiting.add(request)
         self.counts["retractions"] += 1
 
@@ -119,11 +141,13 @@ class Book:
             self.waiting.remove(request)
         elif phase is PREFILLING:
             self.prefilling.remove(request)
+        elif phase is LOADING:
+            self.loading.remove(request)
         lease = request.lease
         if lease is not None:
             reading = flight.step if flight is not None and running else None
             position = decoding.position(request) if phase is DECODING else request.position
-            self.cache.finish_request(lease, b"", position, reading)
+            self.transfers.offer([self.cache.finish_request(lease, b"", position, reading)])
             del self.owners[lease]
             request.lease = None
             if flight is not None and running:

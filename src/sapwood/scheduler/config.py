@@ -76,9 +76,3 @@ class SchedulerConfig:
             raise ValueError("overlap must be 0: planning a step while another runs is not supported yet, got 1")
         if self.store:
             raise ValueError("store must be False: a shared store is not supported yet, got True")
-        for group in self.groups:
-            if isinstance(group, CacheGroup) and group.host_pages:
-                raise ValueError(
-                    f"host_pages of group {group.name!r} must be 0: the scheduler does not move pages to host yet, "
-                    f"got {group.host_pages}"
-                )

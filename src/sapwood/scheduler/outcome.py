@@ -13,7 +13,7 @@ from .config import SchedulerConfig
 from .events import ProtocolError, StepDone, StepFailed
 from .plan import Chunk
 from .planner import Planner
-from .request import DECODING, ENDED, PREFILLING, Request
+from .request import DECODING, ENDED, LOADING, PREFILLING, Request
 
 _MOST = 2**31 - 1
 _INT32 = np.dtype(np.int32)
@@ -45,7 +45,9 @@ class Outcome:
         for chunk in flight.chunks:
             if chunk.request.lease is not None:
                 chunk.request.computes_to(chunk.end)
-        for replaced in cache.step_commit(flight.step).replaced:
+        commit = cache.step_commit(flight.step)
+        book.transfers.offer(commit.real)
+        for replaced in commit.replaced:
             owner = book.owners.get(replaced.lease)
             if owner is not None:
                 book.tables.replace(owner.slot, replaced.group, replaced.column, replaced.page)
@@ -171,7 +173,9 @@ class Outcome:
             request.tries += 1
             self._fall(request)
         for request in [book.owners[lease] for lease in fallen if lease in book.owners]:
-            if request not in rows:  # it had adopted what this step promised, and then sat out
+            if request.phase is LOADING:  # the pages before those it waits for are gone
+                book.retract(request)
+            elif request not in rows:  # it had adopted what this step promised, and then sat out
                 self._fall(request)
         if planner.retries:
             del planner.retries[0]

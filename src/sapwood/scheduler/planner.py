@@ -22,7 +22,7 @@ from .config import SchedulerConfig
 from .plan import Chunk, Plan, batch_of
 from .policy import POLICIES
 from .pressure import Pressure
-from .request import Request
+from .request import LOADING, Request
 
 _LOOK_AGAIN = 16  # plans after which a request that did not fit is tried again although no room was made
 
@@ -67,7 +67,7 @@ class Planner:
             if chunks or decoding.count:
                 return self._issue(True, chunks)
             if not self.pressure.break_deadlock():
-                return Plan()
+                return self.transfers_only()
 
     def _begin(self, rows: int) -> None:
         self.number = self.step + 1
@@ -80,14 +80,21 @@ class Planner:
     def _issue(self, decodes: bool, chunks: list[Chunk]) -> Plan:
         book = self.book
         rows = book.decoding.requests if decodes else []
-        if not rows and not chunks:
-            return Plan()
         if self.cache.keeps_snapshots:
             self._checkpoint(decodes)
         self.step = self.number
         book.flight = Flight(self.step, list(rows), chunks)
         batch = batch_of(book.decoding if decodes else None, chunks, self.groups)
-        return Plan(self.step, batch, book.tables.arrays, self.copies)
+        loads, saves = book.transfers.take()
+        return Plan(self.step, batch, book.tables.arrays, self.copies, loads, saves)
+
+    def transfers_only(self) -> Plan:
+        """Nobody can run now: a plan with the transfers that can, or an empty one."""
+        loads, saves = self.book.transfers.take()
+        if not loads and not saves:
+            return Plan()
+        self.step += 1
+        return Plan(self.step, tables=self.book.tables.arrays, loads=loads, saves=saves)
 
     def _anybody_sat_out(self) -> bool:
         items = self.book.prefilling.items
@@ -163,6 +170,8 @@ class Planner:
                     continue
                 free -= 1
                 admitted.append(request)
+                if request.phase is LOADING:
+                    continue
             self._take_part(request, chunks)
         if admitted:
             self._age(admitted)
@@ -188,10 +197,10 @@ class Planner:
         if cache.reach(lease) < end:
             end = cache.growable(lease, end)
             if end <= start or not cache.grow(lease, end):
-                request.sat_out = True
+                request.sat_out += 1
                 self.book.counts["sat_out"] += 1
                 return None
-        request.sat_out = False
+        request.sat_out = 0
         self.copies += cache.opening(lease, step)
         write_from = cache.write_from(lease, start)
         cache.publish(lease, request.tokens, end // page, step)
@@ -212,7 +221,7 @@ class Planner:
 
     def _match(self, request: Request) -> Match:
         if request.reads:
-            return self.cache.match_prefix(request.binding, request.tokens, host=False)
+            return self.cache.match_prefix(request.binding, request.tokens, host=request.host)
         return self.cache.match_nothing(request.binding, request.tokens)
 
     def _peek(self, request: Request) -> int:
@@ -244,7 +253,7 @@ class Planner:
             return Keep(least=1)
         if self.ahead < 0:
             self.ahead = book.decoding.room_ahead(headroom)
-            for other in book.prefilling.items:
+            for other in [*book.prefilling.items, *book.loading.items]:
                 self.ahead += self._ahead_of(other)
         return Keep(min(request.final, len(request.tokens) // 4 + headroom), self.ahead, len(book.owners), 1)
 

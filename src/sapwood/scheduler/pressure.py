@@ -9,6 +9,8 @@ from __future__ import annotations
 from .book import Book
 from .request import Request
 
+_PATIENCE = 8  # plans that a row sits out while transfers are under way that may free memory
+
 
 class Pressure:
     def __init__(self, book: Book) -> None:
@@ -19,6 +21,8 @@ class Pressure:
         for request in [r for r in self.book.prefilling.items if r.sat_out]:
             if request.lease is None:
                 continue  # retracted for the sake of one before it
+            if self.book.transfers.pending and request.sat_out < _PATIENCE:
+                continue  # an acknowledgement may free enough
             while not self._can_go_on(request):
                 victim = self._victim(request)
                 if victim is None:
@@ -34,7 +38,8 @@ class Pressure:
         tight = False
         for row in sorted(rows, key=lambda request: request.key):
             if not self._grow([row]):
-                tight = row.sat_out = True
+                tight = True
+                row.sat_out = 1
                 book.counts["sat_out"] += 1
                 book.sit_out(row)
         return tight
@@ -48,7 +53,10 @@ class Pressure:
         return True
 
     def break_deadlock(self) -> bool:
-        """Nobody who holds memory can go on: the least urgent gives up what it has. False if there is nobody."""
+        """Nobody who holds memory can go on: the least urgent gives up what it has. False if there is nobody, or if
+        transfers are under way that will free memory or let somebody go on."""
+        if self.book.transfers.pending:
+            return False
         victim = self._victim(None)
         if victim is None:
             return False

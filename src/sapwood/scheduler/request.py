@@ -43,6 +43,7 @@ class Refused(ValueError):
 
 
 WAITING: Final = "waiting"  # holds no memory; after a retraction it has generated tokens already
+LOADING: Final = "loading"  # holds a lease; its prefix is on its way from host
 PREFILLING: Final = "prefilling"  # holds a lease; has more than its last token to compute, or sits out
 DECODING: Final = "decoding"  # one token in every step
 ENDED: Final = "ended"
@@ -50,6 +51,10 @@ ENDED: Final = "ended"
 # (phase, what happens) -> phase. What is not here cannot happen.
 _NEXT = {
     (WAITING, "admission"): PREFILLING,
+    (WAITING, "admission to load"): LOADING,
+    (LOADING, "its load"): PREFILLING,
+    (LOADING, "retraction"): WAITING,
+    (LOADING, "its end"): ENDED,
     (PREFILLING, "joining the decodes"): DECODING,
     (DECODING, "leaving the decodes"): PREFILLING,
     (PREFILLING, "retraction"): WAITING,
@@ -71,6 +76,7 @@ class Request:
         "computed",
         "eos",
         "final",
+        "host",
         "id",
         "key",
         "lead",
@@ -113,6 +119,7 @@ class Request:
         self.writes = spec.writes_cache
         self.binding = binding
         self.phase = WAITING
+        self.host = True  # may be served from host; not after a load for it has failed
         self.lease: Lease | None = None
         self.slot = -1
         self.lead = 0  # while it decodes: its position, less the decode steps done so far
@@ -127,7 +134,7 @@ class Request:
         self.settled = (0, 0)  # `cached` and `reached` as of its last step that was done
         self.tries = 0
         self.overtaken = 0
-        self.sat_out = False  # it could not grow in the plan before
+        self.sat_out = 0  # for how many plans it could not grow
         self.tried: tuple[int, ...] | None = None  # how many pages there were when it last did not fit,
         self.tried_at = 0  # and in which plan
 
@@ -161,9 +168,13 @@ class Request:
         self.reached = max(self.reached, position)
         self.settled = (self.cached, self.reached)
 
+    def gives_back(self) -> None:
+        """It is retracted: what it had adopted since its last step that was done, it never used."""
+        self.cached, self.reached = self.settled
+
     def falls_to(self, position: int) -> None:
         """Its step failed: what it had adopted for it may be gone again."""
-        self.cached, self.reached = self.settled
+        self.gives_back()
         self.begins_at(position)
 
     def computes_to(self, end: int) -> None:

@@ -9,7 +9,7 @@ from sapwood.cache import HybridPrefixCache, KVEvent, Namespace
 
 from .book import Book
 from .config import SchedulerConfig
-from .events import Abort, Ended, Event, Finish, ProtocolError, StepDone, StepFailed, Tick
+from .events import Abort, Ended, Event, Finish, LoadDone, ProtocolError, SaveDone, StepDone, StepFailed, Tick
 from .outcome import Outcome
 from .plan import Plan
 from .planner import Planner
@@ -60,10 +60,12 @@ class Scheduler:
     def next_plan(self) -> Plan:
         """What to do next. Empty while a plan runs, and when there is nothing to do."""
         book = self._book
-        if book.flight is not None or not book.requests:
+        if book.flight is not None:
             plan = Plan()
-        else:
+        elif book.requests:
             plan = self._planner.plan()
+        else:
+            plan = self._planner.transfers_only()
         if book.ended:
             plan.ended = book.take_ended()
         return plan
@@ -89,6 +91,10 @@ class Scheduler:
                 self._book.end(request, "abort")
         elif isinstance(event, Finish):
             self._finish(event)
+        elif isinstance(event, LoadDone):
+            self._book.landed(self._book.transfers.load_done(event))
+        elif isinstance(event, SaveDone):
+            self._book.transfers.save_done(event)
         elif isinstance(event, Tick):
             if type(event.n) is not int or event.n < 0:
                 raise ProtocolError(f"Tick: n must be an integer from 0 on, got {event.n!r:.40}")
@@ -126,8 +132,10 @@ class Scheduler:
         book = self._book
         return {
             "waiting": len(book.waiting),
+            "loading": len(book.loading),
             "prefilling": len(book.prefilling),
             "decoding": book.decoding.count,
+            "transfers": len(book.transfers.under_way),
             **book.counts,
             **self._outcome.counts,
             "cache": self.cache.stats(),

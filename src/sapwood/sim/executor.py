@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from sapwood.cache import Namespace, PageCopy, token_bytes
-from sapwood.scheduler import RequestSpec, Scheduler, StepDone, StepFailed
+from sapwood.scheduler import LoadDone, RequestSpec, SaveDone, Scheduler, StepDone, StepFailed
 
 from .content import ContentDouble, ContentError, Row
 
 Ids = npt.NDArray[np.int32]
 _ARRAYS = ("slots", "starts", "lengths", "tokens", "cached", "samples")
-_TRANSFERS = ("loads", "saves", "lookups", "fetches", "backups")
+_TRANSFERS = ("lookups", "fetches", "backups")
 
 
 @dataclass
@@ -88,6 +88,7 @@ class ContentExecutor:
         self.slots: dict[int, Life] = {}  # who was last seen in a slot
         self.flights: deque[_Flight] = deque()
         self.step: int | None = None  # of the last plan
+        self.moving: dict[int, str] = {}  # transfers under way
         self.failures = 0
         self.moves = 0  # slots lost between two rows of a request: it must have been retracted
         self._lived = 0
@@ -121,7 +122,13 @@ class ContentExecutor:
         for kind in _TRANSFERS:
             _must(not getattr(plan, kind), f"the plan has {kind}, which this executor does not carry out")
         if plan.empty:
+            _must(not (plan.loads or plan.saves), "an empty plan with transfers")
             return
+        for kind, operations in (("load", plan.loads), ("save", plan.saves)):
+            for operation in operations:
+                _must(operation.op not in self.moving, f"{kind} {operation.op} is under way already")
+                self.double.start(kind, operation)
+                self.moving[operation.op] = kind
         _must(self.step is None or plan.step == self.step + 1, f"step {plan.step} comes after step {self.step}")
         _must(len(self.flights) <= self.config.overlap, f"{len(self.flights)} plans are in flight already")
         self.step = plan.step
@@ -131,6 +138,12 @@ class ContentExecutor:
             self.flights.append(flight)
         else:
             self.double.done(plan.step)
+
+    def land(self, op: int, ok: bool) -> LoadDone | SaveDone:
+        """A transfer is over: its bytes have arrived, or it failed. Returns its event."""
+        kind = self.moving.pop(op)
+        self.double.land(op, ok)
+        return LoadDone(op, ok) if kind == "load" else SaveDone(op, ok)
 
     def done(self) -> list[StepDone | StepFailed]:
         """The oldest plan in flight is done."""
@@ -195,7 +208,7 @@ class ContentExecutor:
         groups = self.double.groups
         for what in ("slots", "starts", "lengths", "cached", "samples", "adapters"):
             _must(len(getattr(batch, what)) == rows, f"{what} has {len(getattr(batch, what))} entries for {rows} rows")
-        _must(set(batch.write_from) == set(groups), f"write_from is of groups {sorted(batch.write_from)}")
+        _must(not rows or set(batch.write_from) == set(groups), f"write_from is of groups {sorted(batch.write_from)}")
         _must(set(plan.tables) == set(groups), f"tables are of groups {sorted(plan.tables)}")
         for name, begins in batch.write_from.items():
             _must(len(begins) == rows, f"write_from of {name} has {len(begins)} entries for {rows} rows")

@@ -54,6 +54,7 @@ class Report:
     retractions: int
     failed_steps: int
     evictions: int  # of namespaces, flushes included
+    transfers: int
     cached: int
     computed: int
     recomputed: int
@@ -64,8 +65,8 @@ class Report:
         return (
             f"{self.digest[:16]}  {self.layout}, seed {self.seed}: {self.steps} steps ({self.failed_steps} failed), "
             f"{self.requests} requests ({ends}; {self.refused} refused), {self.retractions} retractions, "
-            f"{self.evictions} evictions of namespaces, prompt tokens {self.cached} cached, {self.computed} computed, "
-            f"{self.recomputed} again, {self.events} events"
+            f"{self.evictions} evictions of namespaces, {self.transfers} transfers, {self.events} events, "
+            f"prompt tokens {self.cached} cached, {self.computed} computed, {self.recomputed} again"
         )
 
 
@@ -107,7 +108,7 @@ class Fuzz:
         longest = min(self.limit or 1 << 30, _LONGEST * max(page, 8))
         crowded = not self.config.headroom
         self.traffic = Traffic(rng.getrandbits(32), page, longest, self.executor.double.vocabulary, crowded)
-        self.replay = Replay(self.cache)
+        self.replays = [Replay(self.cache)] + ([Replay(self.cache, "CPU")] if LAYOUTS[layout].host else [])
 
         self.load = rng.choice([0.4, 1.0] if crowded else [0.15, 0.4, 1.0])  # arrivals a round
         self.backlog = rng.choice([10, 25] if crowded else [3, 10, 25])
@@ -115,6 +116,8 @@ class Fuzz:
         self.poison = rng.choice([0.0, 0.0, 0.03])
         self.trouble = rng.choice([0.0, 0.05, 0.1 if crowded else 0.3])  # aborts and the like, a round
         self.unloads = rng.choice([0.0, 0.0, 0.01, 0.05])
+        self.arriving = rng.choice([0.05, 0.3, 0.9])  # transfers that arrive in a round
+        self.losing = rng.choice([0.0, 0.0, 0.2])
 
         self.live: dict[str, _Request] = {}
         self.epochs: dict[Namespace, int] = {}
@@ -123,7 +126,18 @@ class Fuzz:
         self.flying = False  # a plan is out
         self.digest = hashlib.sha256()
         self.counts = dict.fromkeys(
-            ("steps", "requests", "refused", "failed_steps", "evictions", "cached", "computed", "recomputed"), 0
+            (
+                "steps",
+                "requests",
+                "refused",
+                "failed_steps",
+                "evictions",
+                "transfers",
+                "cached",
+                "computed",
+                "recomputed",
+            ),
+            0,
         )
         self.ended: dict[str, int] = {}
 
@@ -142,20 +156,27 @@ class Fuzz:
             self.digest.hexdigest(),
             ended=self.ended,
             retractions=int(self.cache.stats()["retracted"]),
-            events=self.replay.count,
+            events=self.replays[0].count,
             **self.counts,
         )
 
     def round(self) -> None:
         """One plan, from its making to its end."""
         self.disturb()
+        self.move(self.arriving)
         plan = self.plan()
         if plan.empty:
-            assert not self.live or plan.ended, f"nothing to run and nothing in flight, while {sorted(self.live)} live"
+            waits = self.executor.moving or plan.ended
+            assert not self.live or waits, f"nothing to run and nothing in flight, while {sorted(self.live)} live"
+            self.move(0.5)
             return
         rows = [self.live[id] for id in plan.batch.ids]
         self.executor.begin(plan)
         self.counts["steps"] += 1
+        if not rows:
+            self.flying = False
+            return
+        self.move(self.arriving / 2)
         if self.random.random() < 0.3:
             self.disturb()
         if self.random.random() < 0.2:
@@ -164,6 +185,17 @@ class Fuzz:
             again = self.scheduler.next_plan()
             assert again.empty and not again.ended, "a plan beside the one in flight"
         self.finish(rows)
+
+    def move(self, chance: float) -> None:
+        """Some transfers arrive, in any order; some of them have failed."""
+        rng = self.random
+        events = []
+        for op in rng.sample(list(self.executor.moving), len(self.executor.moving)):
+            if rng.random() < chance:
+                events.append(self.executor.land(op, rng.random() >= self.losing))
+                self.counts["transfers"] += 1
+        if events:
+            self.advance(events)
 
     def drain(self) -> None:
         """No more arrivals and no more faults, but poisonous requests stay what they are. Everybody gets to an end."""
@@ -179,22 +211,28 @@ class Fuzz:
     def leave_nothing(self) -> None:
         """After everything has ended nothing is held, and after a flush everything is free."""
         plan = self.plan()
+        if not plan.empty:  # what was left to save
+            assert not plan.batch.ids, "rows of nobody"
+            self.executor.begin(plan)
+            self.flying = False
+            plan = self.plan()
+        self.move(1.0)
         assert plan.empty and not plan.ended, "a plan for nobody"
         stats = self.cache.stats()
         assert not stats["leases"] and not stats["unhooked"], f"held by nobody: {stats}"
         for name, tiers in stats["pages"].items():
-            pages = tiers["device"]
-            assert pages["free"] + pages["tree"] == pages["capacity"], f"{name} leaks: {pages}"
+            for pages in tiers.values():
+                assert pages["free"] + pages["tree"] == pages["capacity"], f"{name} leaks: {pages}"
         for space in stats["namespaces"]:
             assert not space["bound"], f"somebody is bound to {space['namespace']}, and nobody lives"
         self.scheduler.flush()
         self.check()
         stats = self.cache.stats()
         for name, tiers in stats["pages"].items():
-            pages = tiers["device"]
-            assert pages["free"] == pages["capacity"], f"{name} leaks: {pages}"
+            for pages in tiers.values():
+                assert pages["free"] == pages["capacity"], f"{name} leaks: {pages}"
         assert not stats["namespaces"] and not stats["nodes"], f"namespaces stay: {stats['namespaces']}"
-        assert not self.replay.held, "blocks stay announced after a flush"
+        assert not any(replay.held for replay in self.replays), "blocks stay announced after a flush"
 
     # ---- arrivals
 
@@ -274,6 +312,10 @@ class Fuzz:
         """An adapter is unloaded (and may come again), or everything is flushed."""
         rng = self.random
         self.counts["evictions"] += 1
+        if LAYOUTS[self.layout].host:
+            for request in self.live.values():  # what it was admitted to load it gets, though its namespace goes
+                if request.epoch == self.epochs.get(request.spec.namespace, 0) and request.spec.reads_cache:
+                    request.held = self.remembered(request.spec.namespace, self.digests(request))
         if rng.random() < 0.3:
             self.scheduler.flush()
             gone = list(self.traffic.spaces)
@@ -452,15 +494,16 @@ class Fuzz:
     def check(self) -> None:
         self.cache.check()
         old = any(r.epoch != self.epochs.get(r.spec.namespace, 0) for r in self.live.values())
-        if not self.flying and not old:
+        if not self.flying and not old and not self.scheduler.stats()["transfers"]:
             stats = self.cache.stats()
             held = sum(tiers["device"]["unhooked"] for tiers in stats["pages"].values())
             assert not held and not stats["unhooked"], f"{held} pages of evicted namespaces that nobody needs are held"
         events = self.scheduler.drain_events()
         if self.config.events:
-            self.replay.hear(events)
-            if not self.flying:
-                self.replay.compare()
+            for replay in self.replays:
+                replay.hear(events)
+                if not self.flying:
+                    replay.compare()
         else:
             assert not events, "events, and nobody wants them"
 
@@ -468,6 +511,10 @@ class Fuzz:
         """Every byte of a plan goes into the digest."""
         say = self.digest.update
         say(f"plan {plan.step} {plan.wake_in} {plan.copies!r} {plan.ended!r}".encode())
+        for operation in [*plan.loads, *plan.saves]:
+            say(f"{operation.op} {operation.start_page} {operation.namespace!r}".encode())
+            for name, (sources, targets) in operation.pages.items():
+                say(name.encode() + sources.tobytes() + targets.tobytes())
         if plan.empty:
             return
         batch = plan.batch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sapwood.cache import CacheGroup
 from sapwood.scheduler import SchedulerConfig
@@ -19,6 +19,7 @@ class Layout:
     families: tuple[str, ...]
     page: int = 16
     tiny: bool = False
+    host: bool = False
 
     def config(self, rng: Random) -> SchedulerConfig:
         """A scheduler's configuration with this layout. Everything else is drawn from `rng`. With a headroom of 0 more
@@ -48,7 +49,11 @@ class Layout:
             "state": self._state,
         }
         names = [f"{family}{self.families[:i].count(family) or ''}" for i, family in enumerate(self.families)]
-        return tuple(makers[family](rng, name) for family, name in zip(self.families, names, strict=True))
+        groups = [makers[family](rng, name) for family, name in zip(self.families, names, strict=True)]
+        if self.host:
+            times = rng.choice([1, 2, 5])
+            groups = [replace(group, host_pages=times * group.device_pages) for group in groups]
+        return tuple(groups)
 
     def _full(self, rng: Random, name: str) -> CacheGroup:
         pages = rng.choice([1, 2, 3] if self.tiny else [5, 7, 12, 40])
@@ -82,6 +87,15 @@ LAYOUTS: dict[str, Layout] = {
     "full+state/64": Layout(_FULL + _STATE, 64),
     "full+2windows+state/4": Layout(_FULL + _WINDOW + _WINDOW + _STATE, 4),
     "state+window+full/4": Layout(_STATE + _WINDOW + _FULL, 4),
+    "full@host": Layout(_FULL, host=True),
+    "window@host": Layout(_WINDOW, host=True),
+    "full+window@host": Layout(_FULL + _WINDOW, host=True),
+    "full+state@host": Layout(_FULL + _STATE, 4, host=True),
+    "full+2windows+state@host": Layout(_FULL + _WINDOW + _WINDOW + _STATE, 4, host=True),
+    "window+state@host": Layout(_WINDOW + _STATE, 4, host=True),
+    "full/1@host": Layout(_FULL, 1, host=True),
+    "tiny-full+state@host": Layout(_FULL + _STATE, 4, tiny=True, host=True),
+    "tiny-full+window@host": Layout(_FULL + _WINDOW, 4, tiny=True, host=True),
     "tiny-full": Layout(_FULL, 4, tiny=True),
     "tiny-window": Layout(_WINDOW, 4, tiny=True),
     "tiny-full+window": Layout(_FULL + _WINDOW, 4, tiny=True),

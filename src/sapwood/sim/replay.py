@@ -14,10 +14,11 @@ Block = tuple[Namespace, bytes]  # equal tokens in two namespaces are two blocks
 
 
 class Replay:
-    """Rebuilds what an engine holds on the device from its events alone."""
+    """Rebuilds what an engine holds in one tier ("GPU" or "CPU") from its events alone."""
 
-    def __init__(self, cache: HybridPrefixCache) -> None:
+    def __init__(self, cache: HybridPrefixCache, medium: str = "GPU") -> None:
         self.cache = cache
+        self.medium = medium
         closed = [g for g, group in enumerate(cache.groups) if family_class(group.family).closed]
         self.group = closed[0] if closed else 0  # the one that events speak of
         self.closed = bool(closed)
@@ -31,6 +32,8 @@ class Replay:
             self.count += 1
             if isinstance(event, AllBlocksCleared):
                 self.held, self.children = {}, {}
+            elif event.medium != self.medium:
+                assert event.medium in ("GPU", "CPU"), event
             elif isinstance(event, BlockStored):
                 self._stored(event)
             else:
@@ -38,7 +41,7 @@ class Replay:
 
     def _stored(self, event: BlockStored) -> None:
         size = 4 * event.block_size
-        assert event.block_size == self.cache.page_size and event.medium == "GPU", event
+        assert event.block_size == self.cache.page_size, event
         assert len(event.tokens) // size == len(event.digests) // 32 > 0, event
         before = event.parent_digest
         for at in range(len(event.digests) // 32):
@@ -48,19 +51,20 @@ class Replay:
             assert hashlib.sha256(parent + page).digest() == digest, f"page {at} has a wrong hash: {event}"
             block, above = (event.namespace, digest), None if before is None else (event.namespace, before)
             assert block not in self.held, f"stored twice: {event}"
-            if self.closed and above is not None:
+            if (
+                self.closed and above is not None and self.medium == "GPU"
+            ):  # a copy on host may have its parent elsewhere
                 assert above in self.held, f"stored before its parent: {event}"
                 self.children[above] = self.children.get(above, 0) + 1
             self.held[block] = above
             before = digest
 
     def _removed(self, event: BlockRemoved) -> None:
-        assert event.medium == "GPU", event
         for at in range(0, len(event.digests), 32):
             block = (event.namespace, event.digests[at : at + 32])
             assert block in self.held, f"removed, and was not there: {event}"
             above = self.held.pop(block)
-            if self.closed:
+            if self.closed and self.medium == "GPU":
                 assert not self.children.pop(block, 0), f"removed before its children: {event}"
                 if above is not None:
                     self.children[above] -= 1
@@ -82,11 +86,13 @@ class Replay:
             stack = [(node, namespace.digest()) for node in root.top.children.values()]
             while stack:
                 node, digest = stack.pop()
-                pages = node.device.pages[self.group]
+                copy = node.device if self.medium == "GPU" else node.host
+                pages = copy.pages[self.group] if copy is not None else None
                 if slot:
                     there = [False] * (node.n - 1) + [bool(pages)]
                 else:
-                    there = np.frombuffer(bytes(pages), np.int32).astype(bool).tolist() if pages else [False] * node.n
+                    there = np.frombuffer(bytes(pages), np.int32).astype(bool).tolist() if pages else []
+                    there += [False] * (node.n - len(there))  # on host, a prefix of the node
                 for at in range(node.n):
                     digest = hashlib.sha256(digest + bytes(node.edge[at * size : (at + 1) * size])).digest()
                     if there[at]:

@@ -1,0 +1,66 @@
+"""Transfers between tiers: begun in the cache, carried out by the executor, over when its event says so.
+
+What a transfer reads and writes belongs to it until then (the cache sees to that); so a plan may hand out transfers of
+requests that have ended, and an event may come at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sapwood.cache import HybridPrefixCache, Landed, Operation, Span
+
+from .events import LoadDone, ProtocolError, SaveDone
+
+
+class Transfers:
+    def __init__(self, cache: HybridPrefixCache, through: bool) -> None:
+        self.cache = cache
+        self.through = through and cache.has_host
+        self.loads: list[Operation] = []  # for the next plan
+        self.saves: list[Operation] = []
+        self.under_way: dict[int, str] = {}
+
+    @property
+    def pending(self) -> bool:
+        """Whether an event will come that may free memory or let somebody go on."""
+        return bool(self.under_way)
+
+    def offer(self, spans: Iterable[Span | None]) -> None:
+        """Pages that are real now: write them through to host, unless that is only done on eviction."""
+        if not self.through:
+            return
+        for span in spans:
+            operation = self.cache.begin_save(span) if span is not None else None
+            if operation is not None:
+                self.under_way[operation.op] = "save"
+                self.saves.append(operation)
+
+    def load(self, operation: Operation | None) -> None:
+        if operation is not None:
+            self.under_way[operation.op] = "load"
+            self.loads.append(operation)
+
+    def take(self) -> tuple[list[Operation], list[Operation]]:
+        """Loads and saves to hand out with a plan."""
+        loads, saves = self.loads, self.saves
+        self.loads, self.saves = [], []
+        return loads, saves
+
+    def load_done(self, event: LoadDone) -> Landed:
+        self._over(event, "load")
+        return self.cache.load_done(event.op, event.ok)
+
+    def save_done(self, event: SaveDone) -> Span | None:
+        self._over(event, "save")
+        return self.cache.save_done(event.op, event.ok)
+
+    def _over(self, event: LoadDone | SaveDone, kind: str) -> None:
+        if not isinstance(event.ok, bool):
+            raise ProtocolError(f"{type(event).__name__}: ok must be True or False, got {event.ok!r:.40}")
+        if self.under_way.get(event.op) != kind:
+            raise ProtocolError(f"{type(event).__name__}: no {kind} with number {event.op!r:.40} is under way")
+        for waiting in (self.loads, self.saves):
+            if any(operation.op == event.op for operation in waiting):
+                raise ProtocolError(f"{type(event).__name__}: {kind} {event.op} has not been handed out yet")
+        del self.under_way[event.op]
