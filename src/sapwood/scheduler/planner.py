@@ -36,6 +36,7 @@ class Planner:
         self.pressure = Pressure(book)
         self.policy = POLICIES[config.policy]()
         self.step = 0
+        self.gate = Gate(0, ())
         self.retries: list[list[Request]] = []  # rows of failed steps, to be tried apart from each other
         self.groups = [group.name for group in self.cache.groups]
 
@@ -73,7 +74,8 @@ class Planner:
         self.number = self.step + 1
         self.budget = self.config.max_batch_tokens - rows
         self.copies: list[PageCopy] = []
-        self.gate = Gate(self.config.max_loras, self.book.decoding.adapters)  # who prefills will decode with them
+        if self.config.max_loras:
+            self.gate = Gate(self.config.max_loras, self.book.decoding.adapters)  # who prefills will decode with them
         self.ahead = -1  # pages that running requests will still take; counted when somebody wants to come in
         self.checkpoints: list[tuple[Lease, int]] = []
 

@@ -296,8 +296,9 @@ class FileBackend(Backend):
                 os.utime(fd, (now, now))
             self._note(digest, cost, now)
         else:
-            with self._lock, contextlib.suppress(KeyError):
-                self._index.move_to_end(digest)
+            with self._lock:
+                if digest in self._index:
+                    self._index.move_to_end(digest)
 
     def _note(self, digest: bytes, cost: int, used: float) -> None:
         with self._lock:
