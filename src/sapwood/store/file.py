@@ -44,7 +44,7 @@ class Known(NamedTuple):
 
 
 class FileBackend(Backend):
-    workers = 4
+    workers = 2
     part_pages = 128
 
     def __init__(self, root: str, limit: int) -> None:
