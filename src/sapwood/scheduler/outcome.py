@@ -61,7 +61,7 @@ class Outcome:
         if cache.slides:
             self._slide([*crossed, *(chunk.request for chunk in flight.chunks)])
         if self.planner.retries:
-            del self.planner.retries[0]
+            self.planner.tried(flight.rows())
 
     def _publish(self, crossed: list[Request]) -> None:
         """Rows whose page is full hand it to the tree, and keep its tokens."""
@@ -178,7 +178,7 @@ class Outcome:
             elif request not in rows:  # it had adopted what this step promised, and then sat out
                 self._fall(request)
         if planner.retries:
-            del planner.retries[0]
+            planner.tried(flight.rows())
         if len(rows) == 1:
             alone = len(flight.decodes) + len(flight.chunks) == 1
             if alone and rows[0].tries >= self.config.max_tries:

@@ -135,6 +135,11 @@ class Planner:
             if chunks or not self.pressure.break_deadlock():
                 return chunks
 
+    def tried(self, rows: list[Request]) -> None:
+        """These were tried apart. Who belongs to them and found no place in the batch is tried next."""
+        rest = [request for request in self.retries[0] if request not in rows]
+        self.retries[:1] = [rest] if rest else []
+
     # ---- chunks
 
     def _resume_decodes(self, chunks: list[Chunk]) -> None:
