@@ -409,6 +409,10 @@ class HybridPrefixCache:
         """By group: device pages that are free or could be evicted."""
         return tuple(self._room.available(DEVICE, g) for g in range(len(self.groups)))
 
+    def room(self) -> int:
+        """How many pages groups that keep everything could give, each of them."""
+        return min([self._room.available(DEVICE, g) for g in self._tree.closed], default=1 << 60)
+
     def too_long(self, tokens: int) -> str:
         """Why a request that computes `tokens` tokens could not run even with all pages of a group; "" if it could."""
         columns = -(-tokens // self.page_size)
