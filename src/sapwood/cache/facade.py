@@ -352,10 +352,11 @@ class HybridPrefixCache:
         published yet. `reading` is the newest step in flight with one of its rows, or None. Returns what of it
         was never offered for saving."""
         self._live(lease)
-        pages, rest = divmod(len(fill), self._tree.page_bytes)
-        if rest:
-            raise ValueError(f"fill must be whole pages of {self._tree.page_bytes} bytes, got {len(fill)} bytes")
-        if pages:
+        pages = 0
+        if fill:
+            pages, rest = divmod(len(fill), self._tree.page_bytes)
+            if rest:
+                raise ValueError(f"fill must be whole pages of {self._tree.page_bytes} bytes, got {len(fill)} bytes")
             self._has_pages(lease, lease.depth + pages)
         publisher = self._publisher
         offered = len(publisher.real)
@@ -513,10 +514,11 @@ class HybridPrefixCache:
 
     def _add(self, lease: Lease, sign: int, reason: str) -> None:
         self._reasons[reason] = self._reasons.get(reason, 0) + sign
+        length, start = sign * lease.length, sign * lease.start
         for tally in (self._tally, lease.root.tally):
             tally["requests"] += sign
-            tally["prompt_tokens"] += sign * lease.length
-            tally["cached_tokens"] += sign * lease.start
+            tally["prompt_tokens"] += length
+            tally["cached_tokens"] += start
         if reason != "hit":
             misses = lease.root.misses
             misses[reason] = misses.get(reason, 0) + sign
