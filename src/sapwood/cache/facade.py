@@ -244,8 +244,8 @@ class HybridPrefixCache:
         return lease.table(self._index[group])
 
     def columns(self, lease: Lease) -> int:
-        """How many columns its tables have: pages it reads or was given."""
-        most = 0
+        """How many columns its tables have, or will have once they are loaded: pages it reads or was given."""
+        most = 4 * lease.boundary if lease.waits else 0
         for g in self._tree.paged:
             most = max(most, len(lease.tables[g]))
         return most // 4
@@ -375,6 +375,19 @@ class HybridPrefixCache:
     def begin_save(self, span: Span) -> Operation | None:
         """Start to copy real pages to host; None if there is nothing to do or no room."""
         return self._saves.begin_save(span)
+
+    def cold_spans(self, most: int) -> list[Span]:
+        """What the device is going to lose next for good, if fewer than an eighth of its pages are free: up to `most`
+        spans worth saving first. Empty where no group is closed."""
+        tree = self._tree
+        if not tree.has_host or not tree.closed:
+            return []
+        pools = [tree.pools[DEVICE][g] for g in tree.closed]
+        if all(8 * pool.free >= pool.capacity for pool in pools):
+            return []
+        leaves = tree.coldest(DEVICE, 4 * most)
+        lost = [leaf for leaf in leaves if leaf.host is not None and leaf.host.count < leaf.n and not leaf.saving]
+        return [Span(0, leaf.end, leaf) for leaf in lost[:most]]  # on host a page is worth nothing without its path
 
     def save_done(self, op: int, ok: bool) -> Span | None:
         """A save is over; what host has now is visible. None if it failed or its namespace is gone."""
