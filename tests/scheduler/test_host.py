@@ -226,10 +226,12 @@ def test_l18_nobody_is_retracted_while_pages_wait_for_an_acknowledgement():
     for _ in range(10):
         run.step(land=False)
     assert run.ended["a"].reason == "length" and run.executor.moving
-    run.submit("b", 2, length=60, new=4)
-    for _ in range(5):
+    run.submit("b", 2, length=20, new=30)
+    for _ in range(25):
         run.step(land=False)
-    assert run.scheduler.stats()["retractions"] == 0 and "b" not in run.ended
+    stats = run.scheduler.stats()
+    assert run.rows[-1] == [] and stats["retractions"] == 0 and stats["prefilling"] == 1
     run.tell(run.landed())
     run.idle()
-    assert run.ended["b"].reason == "length" and run.scheduler.stats()["retractions"] == 0
+    assert run.ended["b"].reason == "length" and run.ended["b"].recomputed == 0
+    assert run.scheduler.stats()["retractions"] == 0
