@@ -50,7 +50,7 @@ class SchedulerConfig:
     max_tries: int = 3
     max_overtaken: int = 128
     headroom: int = 64
-    checkpoint_interval: int = 4
+    checkpoint_interval: int = 8
     prefix_caching: bool = True
     ghost_bytes: int = 1 << 20
 
