@@ -308,6 +308,8 @@ class Tree:
         for g in self.closed:
             added = len(pages[g]) // 4
             copy.pages[g] = pages[g] if not copy.count else bytes(copy.pages[g]) + pages[g]
+            if tier == DEVICE and type(node.edge) is bytearray:  # where an edge can grow, so can its pages
+                copy.pages[g] = bytearray(pages[g])
         if not added:
             return
         if not copy.count and node.parent is not None:
