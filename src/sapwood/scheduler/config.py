@@ -89,5 +89,6 @@ class SchedulerConfig:
             bare = [group.name for group in self.groups if not group.host_pages]
             if bare:
                 raise ValueError(
-                    f"store needs host pages in every group, through which pages come and go; {bare[0]!r:.60} has none"
+                    "store must be False unless every group has host pages, through which its pages come and go; "
+                    f"{bare[0]!r:.60} has none, got True"
                 )
