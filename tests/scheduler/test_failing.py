@@ -112,6 +112,18 @@ def test_s09_a_failure_of_somebody_who_left():
     run.all_free()
 
 
+def test_s09_rows_that_did_not_fit_into_their_retry_are_tried_later():
+    """A part of a failed step is larger than the budget: what did not fit stays apart, and the culprit is found.
+
+    Mutation: `Outcome._tried` drops the whole part once some of it has run.
+    """
+    run = Run(full(), budget=8, max_tries=2, checkpoint_interval=1)
+    run.submit_all([RequestSpec(f"r{n}", toks(n, 3 if n < 2 else 30), 40) for n in range(3)])
+    failed = poisoned(run, "r2")
+    assert run.ended["r2"].reason == "failed" and len(failed) < 12
+    run.right_answers().all_free()
+
+
 def test_s09_those_that_wait_for_their_retry_can_end():
     """Rows that are to be tried again are aborted or finished before their turn: nothing of them is planned.
 

@@ -166,8 +166,8 @@ def test_t04_the_tree_changes_under_a_fetch(layout, meanwhile, when):
 
 
 def test_t04_fetched_pages_do_not_land_on_what_is_only_promised():
-    """Somebody computes the same prompt in a step that is in flight when the fetch arrives, and fails: what was promised
-    goes, and nothing of the fetch stands below it.
+    """Somebody computes the same prompt in a step that is in flight when the fetch arrives, and fails: what was
+    promised goes, and nothing of the fetch stands below it.
 
     Mutation: `Stored._landable` does not look at promises.
     """
@@ -255,8 +255,8 @@ def test_t05_a_row_that_decodes_goes_on_under_a_backup():
 @each_layout
 @pytest.mark.parametrize("lost", [0, 3, 5])
 def test_t06_a_fetch_that_brings_a_part(layout, lost):
-    """A page was lost between the store's answer and the fetch: the unbroken run before it lands where it is of use, the
-    rest is freed, and the request goes on.
+    """A page was lost between the answer of the store and the fetch: the unbroken run before it lands, the rest is free,
+    and the request goes on.
 
     Mutation: `Stored.fetch_done` lands all it asked for, or nothing.
     """
@@ -450,7 +450,8 @@ def test_t18_who_joined_looks_for_the_rest(layout):
 
 @each_layout
 def test_t19_pages_of_a_late_fetch_are_given_to_nobody(layout):
-    """After its deadline a fetch keeps its host pages until its event, however much others need; then it lands or frees.
+    """After its deadline a fetch keeps its host pages until its event, however much others need; then they are free or
+    land.
 
     Mutation: `Prefetch.tick` ends the operation in the cache.
     """
