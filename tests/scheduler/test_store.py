@@ -255,8 +255,8 @@ def test_t05_a_row_that_decodes_goes_on_under_a_backup():
 @each_layout
 @pytest.mark.parametrize("lost", [0, 3, 5])
 def test_t06_a_fetch_that_brings_a_part(layout, lost):
-    """A page was lost between the answer of the store and the fetch: the unbroken run before it lands, the rest is free,
-    and the request goes on.
+    """A page is lost between the store's answer and the fetch: the unbroken run before it lands, the rest is freed, and
+    the request goes on.
 
     Mutation: `Stored.fetch_done` lands all it asked for, or nothing.
     """
