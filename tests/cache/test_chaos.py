@@ -145,6 +145,15 @@ def test_random_walk(layout: str) -> None:
     assert _walks(layout, seconds=12) >= 3
 
 
+@pytest.mark.parametrize(("seed", "layout"), [(101, "full+window")])
+def test_walks_that_once_went_wrong(seed: int, layout: str) -> None:
+    """A leaf with pages that had been computed beside a host copy grew, and lost the new page.
+
+    Mutation: `Publisher.publish_rows` does not store what it made longer.
+    """
+    walk(seed, 200, layout)
+
+
 @pytest.mark.long
 def test_state_machine_for_long() -> None:
     """The same machine with more and longer stories."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from sapwood.cache import CacheGroup
 from sapwood.scheduler import Abort, Finish, RequestSpec, StepFailed
 
 from .driver import BASE, LAYOUTS, Run, answer, each_layout, full, groups_of, has_state, toks
@@ -47,6 +48,26 @@ def test_s09_a_poisonous_row_is_found_by_halving(layout, when):
     assert [len(ids) for ids in failed] == [16, 8, 4, 2, 1, 1, 1][: len(failed)] and len(failed) <= 7
     run.right_answers().all_free()
     assert run.scheduler.stats()["steps_failed"] == len(failed)
+
+
+def test_s09_a_half_that_does_not_fit_in_one_batch_is_tried_bit_by_bit():
+    """Rows that must go back to the beginning are longer than the batch they failed in: who finds no place in a retry
+    is tried in the next one, so the culprit gets to be alone and nobody starts again for ever.
+
+    Mutation: `Planner.tried` drops the whole part instead of the rows that ran.
+    """
+    groups = CacheGroup("window", "window", 12, window=9), CacheGroup("state", "state", 3)
+    run = Run(*groups, budget=16, max_tries=1, headroom=0)
+    run.submit_all([RequestSpec(name, toks(n, k), 2) for n, (name, k) in enumerate([("a", 32), ("b", 30), ("c", 9)])])
+    while run.live:
+        plan = run.plan()
+        if "c" in plan.batch.ids or plan.step == 3:
+            run.fail("poison")
+        else:
+            run.done()
+        assert len(run.rows) < 40, "it goes on for ever"
+    assert {id: end.reason for id, end in run.ended.items()} == {"a": "length", "b": "length", "c": "failed"}
+    run.right_answers().all_free()
 
 
 @pytest.mark.parametrize("tries", [1, 2, 5])
@@ -110,18 +131,6 @@ def test_s09_a_failure_of_somebody_who_left():
     run.idle().right_answers()
     assert sorted(end.reason for end in run.ended.values()) == ["abort", "length", "length", "length"]
     run.all_free()
-
-
-def test_s09_rows_that_did_not_fit_into_their_retry_are_tried_later():
-    """A part of a failed step is larger than the budget: what did not fit stays apart, and the culprit is found.
-
-    Mutation: `Outcome._tried` drops the whole part once some of it has run.
-    """
-    run = Run(full(), budget=8, max_tries=2, checkpoint_interval=1)
-    run.submit_all([RequestSpec(f"r{n}", toks(n, 3 if n < 2 else 30), 40) for n in range(3)])
-    failed = poisoned(run, "r2")
-    assert run.ended["r2"].reason == "failed" and len(failed) < 12
-    run.right_answers().all_free()
 
 
 def test_s09_those_that_wait_for_their_retry_can_end():

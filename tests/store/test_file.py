@@ -103,6 +103,12 @@ while True:
 """
 
 
+def strays(folder: Path) -> list[str]:
+    """What is left in tmp/ after somebody has looked. The kernel may let go of a dead process's locks a moment late."""
+    Ledger(str(folder), 8 * MIB).close()
+    return [path.name for path in (folder / "tmp").iterdir()]
+
+
 def kill_while_it_backs_up(folder: Path, times: int, seed: int) -> None:
     """The same folder, `times` processes one after the other, each killed at a random moment; then all is looked at."""
     limit, dice = 8 * MIB, random.Random(seed)
@@ -120,7 +126,7 @@ def kill_while_it_backs_up(folder: Path, times: int, seed: int) -> None:
                 found += sum(int(ok.sum()) for ok in desk.get(range(40)).ok.values())
                 assert sum(desk.store.stats()["bad"].values()) == 0, f"seed {seed}, kill {n}: a torn value has a name"
                 assert desk.put(["room"]).run() == 1
-            assert [path.name for path in (folder / "tmp").iterdir()] == [], "strays are swept, none is left"
+            kit.until(lambda: not strays(folder), 5, f"strays to be swept: {strays(folder)}")
             assert kit.bytes_in(folder) <= limit
     assert found > 0, "the processes did write"
 

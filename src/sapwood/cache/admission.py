@@ -56,7 +56,10 @@ class Desk:
         """What it takes to admit `match` and give it pages up to token `upto`."""
         tree = self.tree
         path, boundary = match.path, match.boundary
-        depth = path.device_closed(path.depth) if tree.closed else path.depth
+        if path.tier == DEVICE:
+            depth = match.depth
+        else:
+            depth = path.device_closed(path.depth) if tree.closed else path.depth
         load: dict[int, tuple[Ids, Ids]] = {}
         joined: list[Transfer] = []
         seeds: dict[int, int] = {}

@@ -38,13 +38,18 @@ def tell_stored(tree: Tree, node: Node, tier: int, first: int, last: int) -> Non
 
 def tell_page(tree: Tree, node: Node) -> None:
     """`tell_stored` on the device for one page more at the end of `node`: the loop of decoding rows."""
-    hashes, n = node.hashes, node.n
-    if hashes is None or len(hashes) != 32 * n - 32:
+    hashes, n, above = node.hashes, node.n, node.parent
+    if hashes is None and n == 1 and above is not None and above.hashes and len(above.hashes) == 32 * above.n:
+        parent, page = bytes(above.hashes[-32:]), bytes(node.edge)
+        digest = page_digest(parent, page)
+        node.hashes = bytearray(digest)
+    elif hashes is None or len(hashes) != 32 * n - 32:
         tell_stored(tree, node, DEVICE, node.end - 1, node.end)
         return
-    parent, page = bytes(hashes[-32:]), bytes(node.edge[-tree.page_bytes :])
-    digest = page_digest(parent, page)
-    hashes += digest
+    else:
+        parent, page = bytes(hashes[-32:]), bytes(node.edge[-tree.page_bytes :])
+        digest = page_digest(parent, page)
+        hashes += digest
     tree.events.append(BlockStored(digest, parent, page, tree.page_size, MEDIUM[DEVICE], node.root.namespace))
 
 

@@ -246,8 +246,8 @@ class HybridPrefixCache:
         return lease.table(self._index[group])
 
     def columns(self, lease: Lease) -> int:
-        """How many columns its tables have: pages it reads or was given."""
-        most = 0
+        """How many columns its tables have, or will have once they are loaded: pages it reads or was given."""
+        most = 4 * lease.boundary if lease.waits else 0
         for g in self._tree.paged:
             most = max(most, len(lease.tables[g]))
         return most // 4
@@ -354,10 +354,11 @@ class HybridPrefixCache:
         published yet. `reading` is the newest step in flight with one of its rows, or None. Returns what of it
         was never offered for saving."""
         self._live(lease)
-        pages, rest = divmod(len(fill), self._tree.page_bytes)
-        if rest:
-            raise ValueError(f"fill must be whole pages of {self._tree.page_bytes} bytes, got {len(fill)} bytes")
-        if pages:
+        pages = 0
+        if fill:
+            pages, rest = divmod(len(fill), self._tree.page_bytes)
+            if rest:
+                raise ValueError(f"fill must be whole pages of {self._tree.page_bytes} bytes, got {len(fill)} bytes")
             self._has_pages(lease, lease.depth + pages)
         publisher = self._publisher
         offered = len(publisher.real)
@@ -376,6 +377,19 @@ class HybridPrefixCache:
     def begin_save(self, span: Span) -> Operation | None:
         """Start to copy real pages to host; None if there is nothing to do or no room."""
         return self._saves.begin_save(span)
+
+    def cold_spans(self, most: int) -> list[Span]:
+        """What the device is going to lose next for good, if fewer than an eighth of its pages are free: up to `most`
+        spans worth saving first. Empty where no group is closed."""
+        tree = self._tree
+        if not tree.has_host or not tree.closed:
+            return []
+        pools = [tree.pools[DEVICE][g] for g in tree.closed]
+        if all(8 * pool.free >= pool.capacity for pool in pools):
+            return []
+        leaves = tree.coldest(DEVICE, 4 * most)
+        lost = [leaf for leaf in leaves if leaf.host is not None and leaf.host.count < leaf.n and not leaf.saving]
+        return [Span(0, leaf.end, leaf) for leaf in lost[:most]]  # on host a page is worth nothing without its path
 
     def save_done(self, op: int, ok: bool) -> Span | None:
         """A save is over; what host has now is visible. None if it failed or its namespace is gone."""
@@ -461,6 +475,10 @@ class HybridPrefixCache:
     def available(self) -> tuple[int, ...]:
         """By group: device pages that are free or could be evicted."""
         return tuple(self._room.available(DEVICE, g) for g in range(len(self.groups)))
+
+    def room(self) -> int:
+        """How many pages groups that keep everything could give, each of them."""
+        return min([self._room.available(DEVICE, g) for g in self._tree.closed], default=1 << 60)
 
     def too_long(self, tokens: int) -> str:
         """Why a request that computes `tokens` tokens could not run even with all pages of a group; "" if it could."""
@@ -562,10 +580,11 @@ class HybridPrefixCache:
 
     def _add(self, lease: Lease, sign: int, reason: str) -> None:
         self._reasons[reason] = self._reasons.get(reason, 0) + sign
+        length, start = sign * lease.length, sign * lease.start
         for tally in (self._tally, lease.root.tally):
             tally["requests"] += sign
-            tally["prompt_tokens"] += sign * lease.length
-            tally["cached_tokens"] += sign * lease.start
+            tally["prompt_tokens"] += length
+            tally["cached_tokens"] += start
         if reason != "hit":
             misses = lease.root.misses
             misses[reason] = misses.get(reason, 0) + sign

@@ -18,6 +18,7 @@ class Matcher:
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
         self.can_copy = not tree.slots
+        self.plain = all(family.plain for family in tree.families)
         # Those that are asked quickest come first: what they rule out, the others need not look at.
         self.families = [(g, tree.families[g]) for g in tree.slots + tree.closed + tree.loose]
 
@@ -31,10 +32,14 @@ class Matcher:
         if path.wrong:  # whoever comes next guesses right: a hint, it changes no answer
             for node in path.nodes:
                 node.parent.recent = node  # type: ignore[union-attr]
-        boundary, limiter = self.boundary(path, length)
+        if self.plain:  # one answer for all questions
+            boundary = depth = path.deepest_closed(path.depth)
+            limiter = -1 if depth == path.depth else 0
+        else:
+            boundary, limiter = self.boundary(path, length)
+            depth = path.deepest_closed(path.depth) if tree.closed else path.depth
         size = tree.page_size
         start = min(boundary * size, length - 1)
-        depth = path.deepest_closed(path.depth) if tree.closed else path.depth
         on_device = path.device_closed(path.depth) if tree.closed and path.tier else depth
         sibling = None
         if self.can_copy and boundary == path.depth and on_device >= boundary and start == boundary * size:
@@ -47,7 +52,7 @@ class Matcher:
             start + (sibling.tokens if sibling else 0),
             cached,
             depth,
-            self._cuts(boundary, depth, length),
+            self._cuts(boundary, depth, length) if tree.slots else (),
             pending,
             length,
             reason,

@@ -109,6 +109,7 @@ class Publisher:
                     if mine is None:
                         mine = there[g] = bytearray(4 * (node.n - 1))
                     mine += one
+                    there[g] = mine  # it may have been bytes: what came from host rests
                     moved[g].append(one)
                     upto[g] = last
                 if host:

@@ -63,10 +63,12 @@ class Steps:
     # ---- events
 
     def commit(self, step: int, reading: int | None) -> Commit:
-        tree = self.tree
+        tree, publisher = self.tree, self.publisher
         self._event(step)
         flight = self.flights.pop(step, None)
         self.counts["steps" if step > self.doomed else "steps_failed"] += 1
+        if flight is None and not (self.unsettled or publisher.real or publisher.replaced):
+            return Commit([], [])
         if flight is not None:
             if step > self.doomed:
                 for promise in flight.promises:
@@ -266,15 +268,18 @@ class Steps:
         tree = self.tree
         lease.ended = True
         self.unsettled.pop(lease, None)
-        self.snapshots.stop_making(lease)
-        for transfer in lease.waits:
-            transfer.waiters.remove(lease)
-        lease.waits = []
+        if lease.cuts:
+            self.snapshots.stop_making(lease)
+        if lease.waits:
+            for transfer in lease.waits:
+                transfer.waiters.remove(lease)
+            lease.waits = []
         steps = [step for step, _ in lease.deps if step in self.flights] if self.flights else []
-        for step in (reading, self.doomed):  # a doomed step still writes what it was given
-            running = self.in_flight(step)
-            if running is not None:
-                steps.append(running.step)
+        if reading is not None or self.doomed > self.last:
+            for step in (reading, self.doomed):  # a doomed step still writes what it was given
+                running = self.in_flight(step)
+                if running is not None:
+                    steps.append(running.step)
         if not steps:
             self._drop(lease, LEASE)
             return

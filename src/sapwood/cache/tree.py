@@ -308,8 +308,6 @@ class Tree:
         for g in self.closed:
             added = len(pages[g]) // 4
             copy.pages[g] = pages[g] if not copy.count else bytes(copy.pages[g]) + pages[g]
-            if tier == DEVICE and type(node.edge) is bytearray:  # where an edge can grow, so can its pages
-                copy.pages[g] = bytearray(pages[g])
         if not added:
             return
         if not copy.count and node.parent is not None:
@@ -366,6 +364,24 @@ class Tree:
             take = min(need, copy.count)
             need -= take
             self._evict_tail(node, tier, copy.count - take)
+
+    def coldest(self, tier: int, most: int) -> list[Node]:
+        """Leaves that eviction would take next, in about its order; at most `most`. Takes nothing."""
+        shelf = self.shelves[tier]
+        found: list[Node] = []
+        looked: list[tuple[int, int, Node]] = []
+        while shelf.heap and len(found) < most and len(looked) < 4 * most:
+            entry = heappop(shelf.heap)
+            if not entry[2].alive:
+                shelf.stale -= 1
+                continue
+            looked.append(entry)
+            copy = self.copy_in(entry[2], tier)
+            if copy.count and not copy.holds and not copy.kids:
+                found.append(entry[2])
+        for entry in looked:
+            heappush(shelf.heap, entry)
+        return found
 
     def _evict_tail(self, node: Node, tier: int, keep: int) -> None:
         """Take the closed pages from `keep` on out of a tier, and out of the tree where they are nowhere else."""

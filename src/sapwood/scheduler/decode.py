@@ -24,6 +24,7 @@ from .request import DECODING, Request
 Ints = npt.NDArray[np.int32]
 _LEAD, _SLOT, _CACHED, _FINAL = range(4)
 _NO_TOKEN = -1
+_HALF = 2**31
 
 
 class Decoding:
@@ -59,6 +60,7 @@ class Decoding:
             self._ids = [request.id for request in self.requests]
             self._row_adapters = [request.adapter for request in self.requests]
             self._slots = self._fields[_SLOT, :n].astype(np.int32)
+            self._leads = self._fields[_LEAD, :n].astype(np.int32)
             self._cached = self._fields[_CACHED, :n].astype(np.int32)
             self._ones = np.ones(n, np.int32)
             self._samples = np.ones(n, np.bool_)
@@ -85,7 +87,8 @@ class Decoding:
         return self._samples
 
     def starts(self) -> Ints:
-        return (self._fields[_LEAD, : self.count] + self.tick).astype(np.int32)
+        starts: Ints = self._leads + np.int32((self.tick + _HALF) % (2 * _HALF) - _HALF)  # wraps round as leads do
+        return starts
 
     def tokens(self) -> Ints:
         return self._ring[: self.count, self.tick % self._columns].copy()

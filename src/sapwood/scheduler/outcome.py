@@ -61,7 +61,7 @@ class Outcome:
         if cache.slides:
             self._slide([*crossed, *(chunk.request for chunk in flight.chunks)])
         if self.planner.retries:
-            self._tried(flight)
+            self.planner.tried(flight.rows())
 
     def _publish(self, crossed: list[Request]) -> None:
         """Rows whose page is full hand it to the tree, and keep its tokens."""
@@ -178,7 +178,7 @@ class Outcome:
             elif request not in rows:  # it had adopted what this step promised, and then sat out
                 self._fall(request)
         if planner.retries:
-            self._tried(flight)
+            planner.tried(flight.rows())
         if len(rows) == 1:
             alone = len(flight.decodes) + len(flight.chunks) == 1
             if alone and rows[0].tries >= self.config.max_tries:
@@ -188,13 +188,6 @@ class Outcome:
         elif rows:
             half = len(rows) // 2
             planner.retries[:0] = [rows[:half], rows[half:]]
-
-    def _tried(self, flight: Flight) -> None:
-        """Rows that were to be tried apart have been. Those there was no budget for are still to be."""
-        retries, rows = self.planner.retries, flight.rows()
-        retries[0] = [request for request in retries[0] if request not in rows]
-        if not retries[0]:
-            del retries[0]
 
     def _fall(self, request: Request) -> None:
         assert request.lease is not None

@@ -24,6 +24,7 @@ from .policy import POLICIES
 from .pressure import Pressure
 from .request import LOADING, Request
 
+_LOOKS = 8  # requests that turn out not to fit, after which a plan looks at nobody else
 _LOOK_AGAIN = 16  # plans after which a request that did not fit is tried again although no room was made
 
 
@@ -36,6 +37,7 @@ class Planner:
         self.pressure = Pressure(book)
         self.policy = POLICIES[config.policy]()
         self.step = 0
+        self.gate = Gate(0, ())
         self.retries: list[list[Request]] = []  # rows of failed steps, to be tried apart from each other
         self.groups = [group.name for group in self.cache.groups]
 
@@ -73,7 +75,8 @@ class Planner:
         self.number = self.step + 1
         self.budget = self.config.max_batch_tokens - rows
         self.copies: list[PageCopy] = []
-        self.gate = Gate(self.config.max_loras, self.book.decoding.adapters)  # who prefills will decode with them
+        if self.config.max_loras:
+            self.gate = Gate(self.config.max_loras, self.book.decoding.adapters)  # who prefills will decode with them
         self.ahead = -1  # pages that running requests will still take; counted when somebody wants to come in
         self.checkpoints: list[tuple[Lease, int]] = []
 
@@ -138,6 +141,11 @@ class Planner:
             if chunks or not self.pressure.break_deadlock():
                 return chunks
 
+    def tried(self, rows: list[Request]) -> None:
+        """These were tried apart. Who belongs to them and found no place in the batch is tried next."""
+        rest = [request for request in self.retries[0] if request not in rows]
+        self.retries[:1] = [rest] if rest else []
+
     # ---- chunks
 
     def _resume_decodes(self, chunks: list[Chunk]) -> None:
@@ -157,7 +165,8 @@ class Planner:
         coming: Iterable[Request] = ()
         if admitting and free > 0 and book.waiting.items:
             coming = self.policy.order(book.waiting.items.copy(), self.config.max_overtaken, self._peek)
-        self.room: tuple[int, ...] | None = None
+        self.room: tuple[int, tuple[int, ...]] | None = None
+        self.looks = _LOOKS
         admitted: list[Request] = []
         for request in merge(staying, coming, key=lambda r: (r.priority, r.lease is None)) if staying else coming:
             if self.budget <= 0 or not (free or staying):
@@ -170,8 +179,8 @@ class Planner:
                         self.gate.close()
                     continue
                 if not self._admit(request):
-                    if request.overtaken >= self.config.max_overtaken:
-                        free = 0  # it has been overtaken often enough: nobody else comes in
+                    if request.overtaken >= self.config.max_overtaken or not self.looks:
+                        free = 0  # it has been overtaken often enough, or enough were looked at: nobody else comes in
                     continue
                 free -= 1
                 admitted.append(request)
@@ -235,11 +244,8 @@ class Planner:
     def _admit(self, request: Request) -> bool:
         """Give a waiting request its memory, if there is enough; if it waits for a snapshot somebody is making, not
         yet."""
-        if request.tried is not None and self.book.owners and self.step - request.tried_at < _LOOK_AGAIN:
-            if self.room is None:
-                self.room = self.cache.available()
-            if all(now <= then for now, then in zip(self.room, request.tried, strict=True)):
-                return False
+        if self._hopeless(request):
+            return False
         match = self._match(request)
         if match.pending:
             return False
@@ -247,26 +253,51 @@ class Planner:
         if self.book.admit(request, match, upto, self._keep(request)):
             if self.ahead >= 0:
                 self.ahead += self._ahead_of(request)
+            self.room = None
             return True
-        request.tried, request.tried_at = self.cache.available(), self.step
+        if self.book.owners:
+            self.looks -= 1
+            request.own = max(0, -(-self._want(request) // self.page) - match.depth)
+            short = request.own + self.ahead > self.cache.room()
+            request.tried, request.tried_at = () if short else self.cache.available(), self.step
         return False
+
+    def _hopeless(self, request: Request) -> bool:
+        """Whether a request that did not fit a short while ago would not fit now either: told without looking."""
+        if request.tried is None or not self.book.owners or self.step - request.tried_at >= _LOOK_AGAIN:
+            return False
+        if self.ahead < 0:
+            self._count_ahead()
+        if self.room is None:
+            self.room = self.cache.room(), self.cache.available()
+        pages, each = self.room
+        if request.own + self.ahead > pages:
+            return True
+        return bool(request.tried) and all(now <= then for now, then in zip(each, request.tried, strict=True))
 
     def _keep(self, request: Request) -> Keep:
         """What must be left: running requests must be able to go on for a while, and so must this one."""
-        book, headroom = self.book, self.config.headroom
+        book = self.book
         if not book.owners:
             return Keep(least=1)
         if self.ahead < 0:
-            self.ahead = book.decoding.room_ahead(headroom)
-            for other in [*book.prefilling.items, *book.loading.items]:
-                self.ahead += self._ahead_of(other)
-        return Keep(min(request.final, len(request.tokens) // 4 + headroom), self.ahead, len(book.owners), 1)
+            self._count_ahead()
+        return Keep(self._want(request), self.ahead, len(book.owners), 1)
+
+    def _want(self, request: Request) -> int:
+        """How many tokens a request will have soon."""
+        return min(request.final, len(request.tokens) // 4 + self.config.headroom)
+
+    def _count_ahead(self) -> None:
+        book = self.book
+        self.ahead = book.decoding.room_ahead(self.config.headroom)
+        for other in [*book.prefilling.items, *book.loading.items]:
+            self.ahead += self._ahead_of(other)
 
     def _ahead_of(self, request: Request) -> int:
         """Pages that a request which does not decode yet will take."""
         assert request.lease is not None
-        want = min(request.final, len(request.tokens) // 4 + self.config.headroom)
-        return max(0, -(-want // self.page) - self.cache.columns(request.lease))
+        return max(0, -(-self._want(request) // self.page) - self.cache.columns(request.lease))
 
     def _age(self, admitted: list[Request]) -> None:
         """Whoever came before one of these, and still waits, has been overtaken."""

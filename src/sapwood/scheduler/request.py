@@ -88,6 +88,7 @@ class Request:
         "max_tokens",
         "min_tokens",
         "overtaken",
+        "own",
         "pages",
         "phase",
         "position",
@@ -139,8 +140,9 @@ class Request:
         self.tries = 0
         self.overtaken = 0
         self.sat_out = 0  # for how many plans it could not grow
-        self.tried: tuple[int, ...] | None = None  # how many pages there were when it last did not fit,
-        self.tried_at = 0  # and in which plan
+        self.tried: tuple[int, ...] | None = None  # pages there were when it last did not fit; (): too few for `own`
+        self.tried_at = 0  # the plan before that one
+        self.own = 0  # pages it would have taken of each closed group then
 
     def happens(self, what: str) -> None:
         """Go to the next phase, or say that this cannot be."""

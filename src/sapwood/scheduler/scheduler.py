@@ -79,10 +79,10 @@ class Scheduler:
             book.prefetch.look()
         if book.flight is not None:
             plan = Plan()
-        elif book.requests:
-            plan = self._planner.plan()
         else:
-            plan = self._planner.transfers_only()
+            if self.config.host_policy == "evict":
+                book.transfers.save_cold()
+            plan = self._planner.plan() if book.requests else self._planner.transfers_only()
         if book.ended:
             plan.ended = book.take_ended()
         return plan

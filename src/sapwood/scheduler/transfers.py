@@ -12,6 +12,8 @@ from sapwood.cache import HybridPrefixCache, Landed, Operation, Span
 
 from .events import LoadDone, ProtocolError, SaveDone
 
+_SAVES = 8  # transfers under way at most, if pages are saved only before they are evicted
+
 
 class Transfers:
     def __init__(self, cache: HybridPrefixCache, through: bool) -> None:
@@ -31,10 +33,21 @@ class Transfers:
         if not self.through:
             return
         for span in spans:
-            operation = self.cache.begin_save(span) if span is not None else None
-            if operation is not None:
-                self.under_way[operation.op] = "save"
-                self.saves.append(operation)
+            if span is not None:
+                self._save(span)
+
+    def save_cold(self) -> None:
+        """Save only what would be lost: before every plan, a few of the pages that eviction will take next."""
+        if self.through or not self.cache.has_host or len(self.under_way) >= _SAVES:
+            return
+        for span in self.cache.cold_spans(_SAVES - len(self.under_way)):
+            self._save(span)
+
+    def _save(self, span: Span) -> None:
+        operation = self.cache.begin_save(span)
+        if operation is not None:
+            self.under_way[operation.op] = "save"
+            self.saves.append(operation)
 
     def load(self, operation: Operation | None) -> None:
         if operation is not None:

@@ -3,18 +3,80 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import shlex
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from .fuzz import fuzz
 from .layouts import LAYOUTS
+from .trace import Replayed, read_trace, replay_trace, unlimited_rate
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
+    return _replay(args) if args.command == "replay" else _fuzz(args)
+
+
+def _replay(args: argparse.Namespace) -> int:
+    """A trace through schedulers of several sizes, one line each."""
+    try:
+        asked = read_trace(args.trace, args.limit)
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"python -m sapwood.sim replay: {error}\n")
+        return 2
+    gc.disable()  # nothing here is in cycles, and full collections cost more than the scheduler
+    mean, blocks = sum(one.length for one in asked) / len(asked), sum(len(one.blocks) for one in asked)
+    sys.stdout.write(
+        f"{len(asked)} requests of {mean:.0f} tokens in the mean, {blocks} blocks; "
+        f"a cache without limits hits {unlimited_rate(asked):.3f} of them\n{_HEAD}\n"
+    )
+    for device in args.device_pages:
+        for host in args.host_pages:
+            begin = time.monotonic()
+
+            def watch(done: int, rate: float, device: int = device, host: int = host, begin: float = begin) -> None:
+                bar = ("#" * (30 * done // len(asked))).ljust(30, ".")
+                spent = time.monotonic() - begin
+                _progress(
+                    f"{device}+{host} pages [{bar}] {done}/{len(asked)} requests, hit rate {rate:.3f}, {spent:.0f} s"
+                )
+
+            done = replay_trace(
+                asked,
+                device,
+                host,
+                args.page_size,
+                args.max_num_batched_tokens,
+                args.max_num_seqs,
+                args.cache_policy,
+                watch=watch,
+            )
+            _progress("")
+            sys.stdout.write(f"{_line(done)}  {time.monotonic() - begin:6.0f}\n")
+            sys.stdout.flush()
+    return 0
+
+
+_HEAD = (
+    "  device    host  hit rate  by blocks  from host   computed   again  refused  retracted"
+    "    queue mean/p99 s    first token mean/p99 s   hours   took s"
+)
+
+
+def _line(done: Replayed) -> str:
+    return (
+        f"{done.device_pages:8d}{done.host_pages:8d}{done.hit_rate:10.3f}{done.block_rate:11.3f}{done.host_rate:11.3f}"
+        f"{done.computed_tokens:11d}{done.recomputed_tokens:8d}{done.refused:9d}{done.retractions:11d}"
+        f"{done.queueing[0]:11.2f} /{done.queueing[1]:8.2f}{done.first_token[0]:15.2f} /{done.first_token[1]:8.2f}"
+        f"{done.seconds / 3600:8.2f}"
+    )
+
+
+def _fuzz(args: argparse.Namespace) -> int:
     layouts = list(LAYOUTS) if args.layout == "all" else [args.layout]
     end = None if args.minutes is None else time.monotonic() + 60 * args.minutes
     runs = steps = 0
@@ -70,7 +132,30 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--count", type=_number(1), metavar="K", help="how many seeds, from --seed on (default 1)")
     command.add_argument("--minutes", type=_minutes, metavar="X", help="go on with fresh seeds for so long")
+    _add_replay(commands)
     return parser
+
+
+def _add_replay(commands: Any) -> None:
+    command = commands.add_parser(
+        "replay",
+        help="a real trace through the scheduler: hit rates and waiting times for caches of any size",
+        description="Runs a trace (JSON lines with timestamp, input_length, output_length and hash_ids of 512-token "
+        "blocks) through the real scheduler, with a cost model of an H200 and an 8B model instead of a GPU. Prints one "
+        "line for each combination of sizes.",
+    )
+    command.add_argument("trace", help="the trace, a .jsonl file")
+    command.add_argument(
+        "--device-pages", type=_number(1), nargs="+", default=[65536], metavar="N", help="on the device (default 65536)"
+    )
+    command.add_argument(
+        "--host-pages", type=_number(0), nargs="+", default=[0], metavar="N", help="in host memory (default 0)"
+    )
+    command.add_argument("--page-size", "--block-size", type=_number(1), default=16, metavar="N", help="tokens (16)")
+    command.add_argument("--max-num-batched-tokens", type=_number(1), default=8192, metavar="N", help="a step (8192)")
+    command.add_argument("--max-num-seqs", type=_number(1), default=256, metavar="N", help="live requests (256)")
+    command.add_argument("--cache-policy", choices=["fcfs", "prefix"], default="fcfs", help="who comes in next (fcfs)")
+    command.add_argument("--limit", type=_number(1), metavar="N", help="the first N requests only")
 
 
 def _number(low: int) -> Callable[[str], int]:

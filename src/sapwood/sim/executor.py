@@ -320,7 +320,7 @@ class ContentExecutor:
     @staticmethod
     def _kind(life: Life, start: int, length: int, upset: int) -> str:
         """ "prompt" or "decode", or "either" where a request comes back at its very end."""
-        if length > 1 or start < life.prompt:
+        if length > 1 or start < life.prompt or start + length < len(life.known):
             return "prompt"
         return "decode" if start == life.end and life.upset == upset else "either"
 

@@ -47,6 +47,7 @@ class Layout:
             mixed=rng.random() < 0.7,
             events=rng.random() < 0.5,
             policy=rng.choice(["fcfs", "prefix"]),
+            host_policy=rng.choice(["through", "evict"]) if self.host else "through",
             max_tries=rng.choice([1, 3]),
             max_overtaken=rng.choice([0, 2, 64]),
             headroom=0 if crowded else rng.choice([1, page, 64]),

@@ -44,7 +44,7 @@ class Known(NamedTuple):
 
 
 class FileBackend(Backend):
-    workers = 4
+    workers = 2
     part_pages = 128
 
     def __init__(self, root: str, limit: int) -> None:
@@ -296,8 +296,9 @@ class FileBackend(Backend):
                 os.utime(fd, (now, now))
             self._note(digest, cost, now)
         else:
-            with self._lock, contextlib.suppress(KeyError):
-                self._index.move_to_end(digest)
+            with self._lock:
+                if digest in self._index:
+                    self._index.move_to_end(digest)
 
     def _note(self, digest: bytes, cost: int, used: float) -> None:
         with self._lock:

@@ -24,8 +24,9 @@ HEAD_BYTES = 128
 REASONS = ("short", "magic", "version", "fingerprint", "length", "key", "checksum")
 FOREIGN = frozenset({"magic", "version", "fingerprint"})  # the header says that it is somebody else's: left alone
 
-_KNOWN = struct.Struct("<8sHHIQ32s32s")  # up to the checksum
-_CHECKSUM = slice(_KNOWN.size, _KNOWN.size + 16)
+_ARENA = struct.Struct("<8sHHIQ32s")  # what all pages of a group have in common; then the hash
+_KNOWN = slice(0, _ARENA.size + 32)
+_CHECKSUM = slice(_KNOWN.stop, _KNOWN.stop + 16)
 _PADDING = bytes(HEAD_BYTES - _CHECKSUM.stop)
 
 checksum = xxhash.xxh3_128_digest
@@ -34,7 +35,7 @@ checksum = xxhash.xxh3_128_digest
 class Arena:
     """The registered host memory of one group, page after page."""
 
-    __slots__ = ("address", "array", "fingerprint", "group", "index", "page_bytes", "pages", "prefix", "view")
+    __slots__ = ("address", "array", "fingerprint", "group", "head", "index", "page_bytes", "pages", "prefix", "view")
 
     def __init__(self, fingerprint: Fingerprint, group: str, array: NDArray[np.uint8]) -> None:
         layouts = fingerprint.in_order()
@@ -63,6 +64,7 @@ class Arena:
         self.view = memoryview(array.reshape(-1))  # type: ignore[arg-type]
         self.fingerprint = fingerprint.digest()
         self.prefix = key_prefix(self.fingerprint, self.index)
+        self.head = _ARENA.pack(MAGIC, VERSION, self.index, 0, self.page_bytes, self.fingerprint)
 
 
 class Item:
@@ -84,30 +86,25 @@ class Item:
 
     def head(self) -> bytes:
         """The header of the value: reads the whole page for its checksum."""
-        return self._known() + checksum(self.page) + _PADDING
+        return b"".join((self.arena.head, self.hash, checksum(self.page), _PADDING))
 
     def check(self, head: bytes | bytearray | memoryview, size: int) -> str:
         """Why the `size` bytes that were put in the page under this header are not its value; empty if they are."""
         arena = self.arena
         if len(head) < HEAD_BYTES:
             return "short"
-        known = self._known()
-        if head[: _KNOWN.size] != known:
-            magic, version, group, _, _, fingerprint, digest = _KNOWN.unpack(head[: _KNOWN.size])
+        if head[_KNOWN] != arena.head + self.hash:
+            magic, version, group, _, _, fingerprint = _ARENA.unpack(head[: _ARENA.size])
             if magic != MAGIC:
                 return "magic"
             if version != VERSION:
                 return "version"
             if fingerprint != arena.fingerprint:
                 return "fingerprint"
-            return "key" if group != arena.index or digest != self.hash else "length"
+            return "key" if group != arena.index or head[_ARENA.size : _KNOWN.stop] != self.hash else "length"
         if size != arena.page_bytes:
             return "short" if size < arena.page_bytes else "length"
         return "" if head[_CHECKSUM] == checksum(self.page) else "checksum"
-
-    def _known(self) -> bytes:
-        arena = self.arena
-        return _KNOWN.pack(MAGIC, VERSION, arena.index, 0, arena.page_bytes, arena.fingerprint, self.hash)
 
 
 def digests(hashes: Sequence[bytes] | bytes | bytearray | memoryview) -> bytes:

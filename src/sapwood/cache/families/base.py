@@ -32,12 +32,18 @@ class Family:
     closed          a page is worth nothing without all pages before it (so eviction works leaf first)
     reads_promised  a row may read what a row of the same or an earlier plan will have written by then
     undoable        after a failed step the row can go on from where it was before
+    plain           `deepest` is how far closed groups have their pages, and nothing else
     """
 
     shape: ClassVar[Literal["pages", "slot"]] = "pages"
     closed: ClassVar[bool] = False
     reads_promised: ClassVar[bool] = True
     undoable: ClassVar[bool] = True
+    plain: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        if "deepest" in cls.__dict__ and "plain" not in cls.__dict__:
+            cls.plain = False  # it has an answer of its own
 
     def __init__(self, group: CacheGroup, index: int, page_size: int) -> None:
         self.group = group

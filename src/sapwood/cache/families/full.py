@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 class Full(Family):
     closed = True
+    plain = True
 
     @classmethod
     def validate(cls, group: CacheGroup) -> None:

@@ -1,0 +1,288 @@
+"""Real traffic through the real scheduler: what a cache of some size would have saved, and how long users would wait.
+
+A trace has a line for each request: `timestamp` (ms), `input_length`, `output_length` (tokens) and `hash_ids`, one for
+each 512-token block of the input; equal ids stand for equal prefixes. Blocks are expanded to tokens, the scheduler
+plans, and a cost model says how long each step and each transfer takes. Nothing is computed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from sapwood.cache import CacheGroup, Operation
+from sapwood.scheduler import LoadDone, RequestSpec, SaveDone, Scheduler, SchedulerConfig
+
+from .cost import CostModel, SimulatedExecutor
+
+BLOCK = 512  # tokens of one hash id
+_MOST_BLOCKS = (2**31 - 1) // BLOCK
+_LINK = 55e9  # bytes a second, each way between device and host
+_START = 20e-6  # seconds until a transfer moves its first byte
+_LOOK = 256  # plans between two looks of whoever watches
+
+
+class Asked(NamedTuple):
+    """One request of a trace."""
+
+    seconds: float
+    length: int
+    output: int
+    blocks: tuple[int, ...]
+
+    def tokens(self) -> npt.NDArray[np.int32]:
+        begins = np.array(self.blocks, np.int32) * np.int32(BLOCK)
+        return (begins[:, None] + np.arange(BLOCK, dtype=np.int32)).reshape(-1)[: self.length]
+
+
+def read_trace(path: Path | str, limit: int | None = None) -> list[Asked]:
+    """The requests of a trace in order of arrival. ValueError with the line that cannot be read."""
+    asked: list[Asked] = []
+    with open(path, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if limit is not None and len(asked) >= limit:
+                break
+            if line.strip():
+                asked.append(_read_line(path, number, line))
+    if not asked:
+        raise ValueError(f"{path} has no requests")
+    return sorted(asked, key=lambda one: one.seconds)
+
+
+def _read_line(path: Path | str, number: int, line: str) -> Asked:
+    try:
+        fields = json.loads(line)
+        seconds = float(fields["timestamp"]) / 1e3
+        length, output = int(fields["input_length"]), int(fields["output_length"])
+        blocks = tuple(int(block) for block in fields["hash_ids"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path}, line {number}: not a request of a trace: {error!r:.100}") from None
+    if not (seconds >= 0 and length >= 1 and output >= 0 and len(blocks) == -(-length // BLOCK)):
+        raise ValueError(
+            f"{path}, line {number}: a request needs a timestamp from 0 on, one token or more, and one hash id for "
+            f"each {BLOCK} of them; got {length} tokens and {len(blocks)} ids"
+        )
+    if not all(0 <= block <= _MOST_BLOCKS for block in blocks):
+        raise ValueError(f"{path}, line {number}: hash ids must be from 0 to {_MOST_BLOCKS}")
+    return Asked(seconds, length, max(1, output), blocks)
+
+
+def unlimited_rate(asked: Iterable[Asked]) -> float:
+    """The part of all blocks that a cache without limits, which shares nothing in flight, would have had."""
+    seen: set[int] = set()
+    blocks = hits = 0
+    for one in asked:
+        blocks += len(one.blocks)
+        hits += sum(block in seen for block in one.blocks)
+        seen.update(one.blocks)
+    return hits / blocks if blocks else 0.0
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a trace did to one configuration. Times are simulated seconds."""
+
+    device_pages: int
+    host_pages: int
+    requests: int
+    refused: int
+    prompt_tokens: int
+    cached_tokens: int
+    host_tokens: int  # of those, loaded from host
+    cached_blocks: int
+    blocks: int
+    computed_tokens: int  # of prompts, the first time
+    recomputed_tokens: int
+    retractions: int
+    steps: int
+    seconds: float
+    queueing: tuple[float, float]  # mean and 99th percentile, until the first row
+    first_token: tuple[float, float]  # the same, until the first token
+
+    @property
+    def hit_rate(self) -> float:
+        return self.cached_tokens / max(1, self.prompt_tokens)
+
+    @property
+    def host_rate(self) -> float:
+        return self.host_tokens / max(1, self.prompt_tokens)
+
+    @property
+    def block_rate(self) -> float:
+        return self.cached_blocks / max(1, self.blocks)
+
+
+class _Link:
+    """Transfers between device and host: one after the other in each direction."""
+
+    def __init__(self, page_bytes: float) -> None:
+        self.page_bytes = page_bytes
+        self.free = {"load": 0.0, "save": 0.0}
+        self.coming: list[tuple[float, int, str]] = []
+
+    def start(self, kind: str, operations: Sequence[Operation], now: float) -> None:
+        for operation in operations:
+            pages = sum(int(np.count_nonzero(sources)) for sources, _ in operation.pages.values())
+            begin = max(now, self.free[kind])
+            self.free[kind] = begin + _START + pages * self.page_bytes / _LINK
+            heapq.heappush(self.coming, (self.free[kind], operation.op, kind))
+
+    def arrived(self, now: float) -> Iterator[LoadDone | SaveDone]:
+        while self.coming and self.coming[0][0] <= now:
+            _, op, kind = heapq.heappop(self.coming)
+            yield LoadDone(op, True) if kind == "load" else SaveDone(op, True)
+
+
+class TraceReplay:
+    """One trace through one scheduler."""
+
+    def __init__(
+        self, asked: Sequence[Asked], config: SchedulerConfig, model: CostModel, watch: Callable[[int, float], None]
+    ) -> None:
+        self.asked = asked
+        self.config = config
+        self.scheduler = Scheduler(config)
+        self.executor = SimulatedExecutor(model)
+        self.link = _Link(model.kv_bytes * config.page_size)
+        self.watch = watch
+        self.next = 0  # of the requests that have not arrived
+        self.refused = 0
+        self.begun: dict[str, float] = {}
+        self.waited: list[float] = []
+        self.first: dict[str, float] = {}
+        self.sums = dict.fromkeys(("prompt", "cached", "computed", "recomputed", "blocks", "cached_blocks", "ended"), 0)
+
+    def run(self) -> Replayed:
+        scheduler, executor = self.scheduler, self.executor
+        plans = 0
+        while True:
+            self._arrive()
+            self._close(scheduler.advance(list(self.link.arrived(executor.seconds))))
+            plan = scheduler.next_plan()
+            self._close(plan.ended)
+            if plan.empty:
+                if not self._skip_to_next():
+                    break
+                continue
+            self.link.start("load", plan.loads, executor.seconds)
+            self.link.start("save", plan.saves, executor.seconds)
+            for id in plan.batch.ids[len(plan.batch.ids) - self._chunks(plan) :]:
+                self._began(id)
+            events = executor.execute(plan)
+            self._tokens(plan)
+            self._close(scheduler.advance(events))
+            plans += 1
+            if plans % _LOOK == 0:
+                self.watch(self.sums["ended"], self.sums["cached"] / max(1, self.sums["prompt"]))
+        return self._report()
+
+    @staticmethod
+    def _chunks(plan: Any) -> int:
+        """Rows that are no decodes come last: these alone can be somebody's first."""
+        lengths = plan.batch.lengths
+        single = int(np.argmax(lengths > 1)) if (lengths > 1).any() else len(lengths)
+        return len(lengths) - max(0, single - 1)
+
+    def _began(self, id: str) -> None:
+        if id not in self.begun:
+            self.begun[id] = self.executor.seconds
+            self.waited.append(self.executor.seconds - self.asked[int(id)].seconds)
+
+    def _tokens(self, plan: Any) -> None:
+        rows = self._chunks(plan)
+        begin = len(plan.batch.ids) - rows
+        for id, samples in zip(plan.batch.ids[begin:], plan.batch.samples[begin:].tolist(), strict=True):
+            if samples and id not in self.first:
+                self.first[id] = self.executor.seconds - self.asked[int(id)].seconds
+
+    def _arrive(self) -> None:
+        specs = []
+        while self.next < len(self.asked) and self.asked[self.next].seconds <= self.executor.seconds:
+            one = self.asked[self.next]
+            spec = RequestSpec(str(self.next), one.tokens(), one.output)
+            self.next += 1
+            if self.scheduler.cache.too_long(one.length + one.output - 1):
+                self.refused += 1
+            else:
+                specs.append(spec)
+        if specs:
+            self.scheduler.submit(specs)
+
+    def _skip_to_next(self) -> bool:
+        """Nothing can run: go on when somebody arrives, or something does."""
+        times = [self.asked[self.next].seconds] if self.next < len(self.asked) else []
+        if self.link.coming:
+            times.append(self.link.coming[0][0])
+        if not times:
+            return False
+        self.executor.seconds = max(self.executor.seconds, min(times))
+        return True
+
+    def _close(self, ended: Iterable[Any]) -> None:
+        for end in ended:
+            blocks = self.asked[int(end.id)].blocks
+            self.sums["ended"] += 1
+            self.sums["prompt"] += end.prompt
+            self.sums["cached"] += end.cached
+            self.sums["computed"] += end.computed
+            self.sums["recomputed"] += end.recomputed
+            self.sums["blocks"] += len(blocks)
+            self.sums["cached_blocks"] += (end.cached + (end.cached == end.prompt - 1)) // BLOCK
+
+    def _report(self) -> Replayed:
+        stats = self.scheduler.stats()
+        sums = self.sums
+        group = self.config.groups[0]
+        return Replayed(
+            group.device_pages,
+            group.host_pages,
+            sums["ended"],
+            self.refused,
+            sums["prompt"],
+            sums["cached"],
+            min(sums["cached"], stats["cache"]["transfers"]["pages_loaded"] * self.config.page_size),
+            sums["cached_blocks"],
+            sums["blocks"],
+            sums["computed"],
+            sums["recomputed"],
+            stats["retractions"],
+            self.executor.steps,
+            self.executor.seconds,
+            _spread(self.waited),
+            _spread(list(self.first.values())),
+        )
+
+
+def _spread(values: list[float]) -> tuple[float, float]:
+    if not values:
+        return 0.0, 0.0
+    return float(np.mean(values)), float(np.percentile(values, 99))
+
+
+def replay_trace(
+    asked: Sequence[Asked],
+    device_pages: int,
+    host_pages: int = 0,
+    page_size: int = 16,
+    max_batch_tokens: int = 8192,
+    max_batch_size: int = 256,
+    policy: str = "fcfs",
+    model: CostModel | None = None,
+    watch: Callable[[int, float], None] = lambda done, rate: None,
+) -> Replayed:
+    """Run a trace through a scheduler with one full-attention group of this many pages."""
+    config = SchedulerConfig(
+        page_size=page_size,
+        groups=[CacheGroup("attention", "full", device_pages, host_pages)],
+        max_batch_tokens=max_batch_tokens,
+        max_batch_size=max_batch_size,
+        policy=policy,
+    )
+    return TraceReplay(asked, config, model or CostModel(), watch).run()

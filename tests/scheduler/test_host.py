@@ -1,0 +1,237 @@
+"""The second tier through the scheduler: written to host, lost on the device, loaded back (cases T01, T11, T15, T18,
+L18, F07)."""
+
+from __future__ import annotations
+
+import pytest
+
+from sapwood.cache import CacheGroup
+from sapwood.scheduler import Abort, LoadDone, ProtocolError, RequestSpec, SaveDone, Scheduler, SchedulerConfig
+from sapwood.sim import ContentExecutor
+
+LAYOUTS = {
+    "full": [CacheGroup("full", "full", 24, 200)],
+    "full+window": [CacheGroup("full", "full", 24, 200), CacheGroup("window", "window", 24, 200, 9)],
+    "full+state": [CacheGroup("full", "full", 24, 200), CacheGroup("state", "state", 6, 40)],
+    "window+state": [CacheGroup("window", "window", 12, 100, 9), CacheGroup("state", "state", 3, 40)],
+}
+each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+each_policy = pytest.mark.parametrize("policy", ["through", "evict"])
+
+
+class Hosted:
+    """A scheduler with a host tier; transfers land when the test says so."""
+
+    def __init__(self, layout: str, policy: str = "through", **more: object) -> None:
+        options: dict[str, object] = {"max_batch_tokens": 64, "max_batch_size": 4, **more}
+        self.scheduler = Scheduler(SchedulerConfig(4, LAYOUTS[layout], host_policy=policy, **options))
+        self.executor = ContentExecutor(self.scheduler)
+        self.ended: dict[str, object] = {}
+        self.rows: list[list[str]] = []
+
+    def submit(self, name: str, seed: int, length: int = 40, new: int = 6) -> None:
+        spec = RequestSpec(name, [1000 * seed + i for i in range(length)], new)
+        self.executor.submit(spec)
+        self.scheduler.submit([spec])
+
+    def step(self, land: bool = True, ok: bool = True) -> bool:
+        """One plan; with `land`, all transfers arrive after it. Returns whether there was anything to do."""
+        plan = self.scheduler.next_plan()
+        self.executor.begin(plan)
+        events = list(self.executor.done()) if plan.batch.ids else []
+        self.rows.append(list(plan.batch.ids))
+        if land:
+            events += self.landed(ok)
+        self.tell(events)
+        return not plan.empty or bool(events)
+
+    def landed(self, ok: bool = True) -> list[object]:
+        return [self.executor.land(op, ok) for op in list(self.executor.moving)]
+
+    def tell(self, events: list[object]) -> None:
+        for end in self.scheduler.advance(events):
+            self.ended[end.id] = end
+        self.scheduler.cache.check()
+
+    def idle(self) -> None:
+        for _ in range(500):
+            if not self.step():
+                break
+        stats = self.scheduler.stats()
+        assert not (stats["waiting"] or stats["loading"] or stats["prefilling"] or stats["decoding"]), stats
+
+    def run(self, name: str, seed: int, length: int = 40):
+        self.submit(name, seed, length)
+        self.idle()
+        return self.ended[name]
+
+    def forget_on_device(self) -> None:
+        """Others need all the room there is."""
+        for other in range(50, 56):
+            self.run(f"other {other} {len(self.ended)}", other)
+
+    @property
+    def moved(self) -> dict[str, int]:
+        return self.scheduler.cache.stats()["transfers"]
+
+
+@each_policy
+@pytest.mark.parametrize("layout", ["full", "full+window", "full+state"])
+def test_t01_what_the_device_has_lost_is_loaded_from_host(layout, policy):
+    """A prompt is computed, written to host, evicted from the device and asked for again: it is loaded, not computed,
+    and every read is right.
+
+    Mutation: `Planner._match` asks for the device only; or `Transfers.save_cold` saves nothing.
+    """
+    run = Hosted(layout, policy)
+    first = run.run("a", 1)
+    assert first.cached == 0 and first.computed == 40
+    run.forget_on_device()
+    before = run.moved["loads"]
+    again = run.run("again", 1)
+    assert again.cached >= 36 and again.computed == 40 - again.cached and again.recomputed == 0
+    assert run.moved["loads"] == before + 1
+
+
+@each_layout
+def test_f07_abort_while_loading(layout):
+    """A request that is aborted while its prefix is on its way ends at once; the load's pages are freed when it lands.
+
+    Mutation: `Book.end` leaves it among those that load.
+    """
+    run = Hosted(layout)
+    run.run("a", 1)
+    run.forget_on_device()
+    run.submit("b", 1)
+    run.step(land=False)
+    assert run.scheduler.stats()["loading"] == 1 and run.rows[-1] == []
+    run.tell([Abort("b")])
+    assert run.ended["b"].reason == "abort" and run.scheduler.stats()["loading"] == 0
+    run.tell(run.landed())
+    run.idle()
+    run.scheduler.flush()
+    run.scheduler.cache.check()
+    for tiers in run.scheduler.cache.stats()["pages"].values():
+        for pages in tiers.values():
+            assert pages["free"] == pages["capacity"]
+
+
+@each_layout
+def test_t01_a_load_that_fails_is_computed(layout):
+    """The bytes do not come: the request computes its prompt, is not counted as cached, and does not try host again.
+
+    Mutation: `Book.landed` does not set `host` to False.
+    """
+    run = Hosted(layout)
+    run.run("a", 1)
+    run.forget_on_device()
+    run.submit("b", 1)
+    run.step(land=False)
+    assert run.scheduler.stats()["loading"] == 1
+    run.tell(run.landed(ok=False))
+    run.idle()
+    assert run.ended["b"].cached == 0 and run.ended["b"].computed == 40
+    assert run.moved["loads_failed"] == 1
+
+
+def test_t18_two_requests_wait_for_one_load():
+    """Two requests that need the same pages from host cause one load, and both go on when it has come.
+
+    Mutation: `Desk._load_closed` does not look whether a node is being loaded.
+    """
+    run = Hosted("full")
+    run.run("a", 1)
+    run.forget_on_device()
+    before = run.moved["loads"]
+    run.submit("b", 1)
+    run.submit("c", 1)
+    run.idle()
+    assert run.moved["loads"] == before + 1
+    assert run.ended["b"].cached >= 36 and run.ended["c"].cached >= 36
+
+
+def test_t15_others_run_while_one_loads_and_it_keeps_its_place():
+    """While a prefix is on its way those behind run; when it has come, the request goes before those that came later.
+
+    Mutation: `Book.landed` gives it a new arrival.
+    """
+    run = Hosted("full", max_batch_tokens=8)
+    run.run("a", 1)
+    run.forget_on_device()
+    run.submit("early", 1)
+    run.submit("late", 7, length=30)
+    run.step(land=False)
+    assert run.rows[-1] == ["late"]
+    run.tell(run.landed())
+    run.step(land=False)
+    assert run.rows[-1][0] == "early"
+    run.idle()
+
+
+def test_t11_a_retracted_request_comes_back_from_host():
+    """Under pressure requests are retracted; what they had computed was written to host, and they go on from there:
+    less than half is computed again.
+
+    Mutation: `Book.retract` does not offer what was left for saving.
+    """
+    again = {}
+    for pages in (0, 400):
+        groups = [CacheGroup("full", "full", 40, pages)]
+        scheduler = Scheduler(SchedulerConfig(4, groups, 64, 8, headroom=0))
+        executor = ContentExecutor(scheduler)
+        for n in range(8):
+            spec = RequestSpec(f"r{n}", [1000 * n + i for i in range(20)], 40)
+            executor.submit(spec)
+            scheduler.submit([spec])
+        ended = []
+        for _ in range(2000):
+            plan = scheduler.next_plan()
+            executor.begin(plan)
+            events = list(executor.done()) if plan.batch.ids else []
+            events += [executor.land(op, True) for op in list(executor.moving)]
+            ended += scheduler.advance(events)
+            scheduler.cache.check()
+            if len(ended) == 8:
+                break
+        assert [end.reason for end in ended] == ["length"] * 8 and scheduler.stats()["retractions"] > 0
+        again[pages] = sum(end.recomputed for end in ended)
+    assert again[400] < again[0] / 2, again
+
+
+def test_events_of_transfers_that_cannot_be():
+    """Unknown, repeated and mistaken acknowledgements raise and change nothing.
+
+    Mutation: `Transfers._over` does not look at the kind.
+    """
+    run = Hosted("full")
+    run.submit("a", 1)
+    for _ in range(20):
+        run.step(land=False)
+    (op,) = run.executor.moving
+    for event in (SaveDone(99, True), LoadDone(op, True), SaveDone(op, 1)):
+        with pytest.raises(ProtocolError):
+            run.scheduler.advance([event])
+    run.tell(run.landed())
+    with pytest.raises(ProtocolError):
+        run.scheduler.advance([SaveDone(op, True)])
+
+
+def test_l18_nobody_is_retracted_while_pages_wait_for_an_acknowledgement():
+    """All that could be evicted is being saved: a plan is empty or short, and nobody is retracted or aborted.
+
+    Mutation: `Pressure.break_deadlock` does not ask whether transfers are under way.
+    """
+    run = Hosted("full", max_batch_size=1)
+    run.submit("a", 1, length=60, new=4)
+    for _ in range(10):
+        run.step(land=False)
+    assert run.ended["a"].reason == "length" and run.executor.moving
+    run.submit("b", 2, length=20, new=30)
+    for _ in range(25):
+        run.step(land=False)
+    stats = run.scheduler.stats()
+    assert run.rows[-1] == [] and stats["retractions"] == 0 and stats["prefilling"] == 1
+    run.tell(run.landed())
+    run.idle()
+    assert run.ended["b"].reason == "length" and run.ended["b"].recomputed == 0
+    assert run.scheduler.stats()["retractions"] == 0
