@@ -166,14 +166,14 @@ def test_t04_the_tree_changes_under_a_fetch(layout, meanwhile, when):
 
 
 def test_t04_fetched_pages_do_not_land_on_what_is_only_promised():
-    """Somebody computes the same prompt in a step that is in flight when the fetch arrives, and fails: what was
+    """Somebody computes the same and more in a step that is in flight when the fetch arrives, and fails: what was
     promised goes, and nothing of the fetch stands below it.
 
     Mutation: `Stored._landable` does not look at promises.
     """
     shop = Shop(depot=stocked(), batch=8)
     fetching(shop)
-    shop.submit("other", PROMPT, 2, reads_cache=False)
+    shop.submit("other", PROMPT[: 6 * PAGE] + toks(2, 3 * PAGE), 2, reads_cache=False)
     shop.plan()
     shop.land("fetch")
     shop.fail()
@@ -247,6 +247,30 @@ def test_t05_a_row_that_decodes_goes_on_under_a_backup():
     assert other.ended["bob"].cached >= len(said) // PAGE * PAGE - PAGE
     shop.close()
     other.close()
+
+
+@pytest.mark.parametrize("layout", ["full", "full+window", "full+state"])
+def test_t05_what_a_backup_holds_does_not_grow_and_is_not_cut_off(layout):
+    """A row goes on behind pages that are being backed up; what it makes there cannot be saved, and is crowded out of
+    the device. The backup keeps its pages.
+
+    Mutation: `Publisher.publish_rows` lets a leaf grow that a backup holds on host; or `Stored._begin_backup` holds a
+    leaf that is on host in part.
+    """
+    shop = Shop(layout, pages=24, host=24, batch=2)
+    shop.cache._publisher.save_pages = 2
+    shop.submit("ann", PROMPT[: 3 * PAGE + 1], 40)
+    backups = 0
+    while shop.live:
+        backups += len(shop.turn().backups)
+        shop.land("lookup", "fetch")
+        shop.land("save", ok=not backups)
+    shop.land("save", ok=False)
+    assert backups
+    for n in range(3):
+        shop.serve(f"crowd{n}", toks(50 + n, 20 * PAGE), reads_cache=False, writes_cache=False, but=("backup",))
+    shop.land()
+    shop.close()
 
 
 # ---- T06, T07, T08
@@ -445,6 +469,22 @@ def test_t18_who_joined_looks_for_the_rest(layout):
     assert lookup.start_page == 6
     shop.see_to("bob")
     assert shop.ended["bob"].cached == 11 * PAGE
+    shop.close()
+
+
+def test_t18_nobody_joins_a_fetch_that_will_not_land():
+    """The namespace was evicted while its pages are on their way: who comes now asks again.
+
+    Mutation: `Prefetch._look_for` joins whatever has the same hash.
+    """
+    shop = Shop(depot=stocked())
+    fetching(shop)
+    shop.scheduler.flush()
+    shop.submit("bob", PROMPT, 1)
+    assert len(shop.turn().lookups) == 1
+    shop.see_to("bob")
+    assert shop.ended["bob"].cached == 24
+    shop.see_to("ann")
     shop.close()
 
 

@@ -36,7 +36,7 @@ class Lookup(NamedTuple):
 class _Search:
     """One lookup, and then perhaps one fetch, for everybody who lacks the same pages."""
 
-    __slots__ = ("deadline", "first", "hashes", "late", "pages", "seeker", "waiters")
+    __slots__ = ("deadline", "first", "hashes", "pages", "seeker", "waiters")
 
     def __init__(self, seeker: Request, first: int, hashes: list[bytes], deadline: int) -> None:
         self.seeker = seeker  # whose prompt it is
@@ -44,7 +44,6 @@ class _Search:
         self.hashes = hashes
         self.deadline = deadline
         self.pages = 0  # that are fetched, once they are
-        self.late = False  # nobody waits for it any more
         self.waiters: dict[Request, bool] = {}  # and whether each has looked before, and joined another then
 
 
@@ -135,8 +134,6 @@ class Prefetch:
             raise ProtocolError(f"LookupDone: no lookup with number {event.op!r:.40} is under way")
         self._pages(event, len(search.hashes))
         del self.looking[event.op]
-        if search.late:
-            return
         operation = self._begin_fetch(search, event.pages) if event.pages >= self.config.prefetch_threshold else None
         if operation is None:
             self._over(search, search.first + event.pages)
@@ -164,8 +161,6 @@ class Prefetch:
         del self.fetching[event.op]
         wanted = bool(search.waiters) or event.pages == search.pages  # a part of it is of use to those who wait alone
         landed = self.cache.fetch_done(event.op, event.ok and wanted, event.pages)
-        if search.late:
-            return
         self._over(search, search.first + event.pages if landed else 0)
 
     def back_up(self, span: Span | None) -> None:
@@ -219,7 +214,6 @@ class Prefetch:
         return page <= reached and page < len(ours) // size
 
     def _leave(self, search: _Search) -> None:
-        search.late = True
         if self.by_hash.get(search.hashes[0]) is search:
             del self.by_hash[search.hashes[0]]
 
