@@ -850,7 +850,7 @@ def test_f14_one_save_carries_all_groups_or_shows_nothing(ok):
 def test_f14_a_save_that_one_group_has_no_room_for_is_not_begun():
     """When the host slots are all in use, nothing of the save is begun: no page is taken in the groups before.
 
-    Mutation: `Saves._make_room` does not ask `can_make`, or does not let its holder go.
+    Mutation: `Saves.make_room` does not ask `can_make`, or does not let its holder go.
     """
     engine = engine_of(full(24, 24), window(6, 24, 24), state(4, 1))
     (held,) = save(engine, compute(engine, "held", toks(1, 9)))

@@ -62,7 +62,7 @@ def test_t14_a_save_does_not_evict_the_prefix_it_extends():
     """A save whose pages follow a prefix that is on host already makes room by evicting others, or is not begun; the
     prefix, though longest unused, stays.
 
-    Mutation: `Saves._make_room` does not hold the path in the host tier.
+    Mutation: `Saves.make_room` does not hold the path in the host tier.
     """
     engine = engine_of(full(24, 8))
     prefix = on_host(engine, 1, 16)
@@ -84,7 +84,7 @@ def test_t14_a_save_does_not_evict_the_window_it_extends(groups):
     """The window pages on host that a request behind the saved pages would read, though longest unused, are not evicted
     to make room for those pages: without them, what is saved could never be served.
 
-    Mutation: `Saves._make_room` holds the path for full groups only, and no window pages.
+    Mutation: `Saves.make_room` holds the path for full groups only, and no window pages.
     """
     engine = engine_of(*groups)
     prefix = on_host(engine, 1, 8)
@@ -101,7 +101,7 @@ def test_t14_a_save_does_not_evict_the_window_it_extends(groups):
 def test_t14_a_save_without_room_beside_its_prefix_is_not_begun():
     """If only its own prefix could be evicted for it, a save is skipped and counted, with nothing changed.
 
-    Mutation: `Saves._make_room` asks whether there is room before it holds the path.
+    Mutation: `Saves.make_room` asks whether there is room before it holds the path.
     """
     engine = engine_of(full(24, 4))
     prefix = on_host(engine, 1, 16)

@@ -12,6 +12,7 @@ from .namespace import Namespace
 from .pool import PoolError
 from .publish import Replaced
 from .steps import Commit
+from .stored import Missing, StoreOperation
 from .tokens import token_bytes
 from .transfer import Operation
 
@@ -30,12 +31,14 @@ __all__ = [
     "Landed",
     "Lease",
     "Match",
+    "Missing",
     "Namespace",
     "Operation",
     "PageCopy",
     "PoolError",
     "Replaced",
     "Span",
+    "StoreOperation",
     "register_family",
     "token_bytes",
 ]

@@ -7,28 +7,30 @@ from collections import Counter
 import numpy as np
 import numpy.typing as npt
 
-from .group import DEVICE, TIERS
+from .group import DEVICE, HOST, TIERS
 from .hashes import chain
 from .lease import Holder, Lease
 from .load import Loads
 from .node import Node, Root
 from .pool import FLIGHT, FREE, LEASE, TREE, UNHOOKED, Ids
 from .steps import Steps
+from .stored import Stored
 from .transfer import Transfer
 from .tree import Tree, as_ids
 
 _HASHED_PAGES = 3000  # verify the hashes of trees up to this size
 
 
-def check(tree: Tree, loads: Loads, steps: Steps, leases: dict[Lease, None]) -> None:
+def check(tree: Tree, loads: Loads, stored: Stored, steps: Steps, leases: dict[Lease, None]) -> None:
     """Raise AssertionError with what is wrong."""
-    _Check(tree, loads, steps, leases).run()
+    _Check(tree, loads, stored, steps, leases).run()
 
 
 class _Check:
-    def __init__(self, tree: Tree, loads: Loads, steps: Steps, leases: dict[Lease, None]) -> None:
+    def __init__(self, tree: Tree, loads: Loads, stored: Stored, steps: Steps, leases: dict[Lease, None]) -> None:
         self.tree = tree
         self.loads = loads
+        self.stored = stored
         self.steps = steps
         self.leases = leases
         self.owner = [[np.zeros(p.capacity + 1, np.uint8) for p in row] for row in tree.pools]
@@ -56,6 +58,11 @@ class _Check:
         for transfer in [*self.loads.ledger.pending.values(), *self.loads.arrived.values()]:
             for g, (_, targets) in transfer.parts.items():
                 self._own(transfer.tier, g, targets[targets != 0], FLIGHT, f"transfer {transfer.op}")
+        for fetch in self.stored.fetches.values():
+            for g, targets in fetch.targets.items():
+                self._own(HOST, g, targets[targets != 0], FLIGHT, f"fetch {fetch.op}")
+        for op, holder in self.stored.backups.items():
+            assert holder in holder.root.holders, f"backup {op} holds nothing"
         self._pools()
         self._holds()
         self._queues()

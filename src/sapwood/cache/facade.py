@@ -8,7 +8,7 @@ Every method either does all it says or raises (or returns None where it says so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from .room import Room
 from .save import Saves
 from .snapshots import Snapshots
 from .steps import Commit, Steps
+from .stored import Missing, Stored, StoreOperation
 from .tokens import token_bytes
 from .transfer import Ledger, Operation
 from .tree import Tree
@@ -73,6 +74,7 @@ class HybridPrefixCache:
         self._ledger = Ledger(tree)
         self._saves = Saves(tree, self._room, self._ledger)
         self._loads = Loads(tree, self._ledger)
+        self._stored = Stored(tree, self._room, self._ledger, self._saves)
         self._matcher = Matcher(tree)
         self._desk = Desk(tree, self._room, self._loads)
         self._follower = Follower(tree, self._matcher)
@@ -402,6 +404,57 @@ class HybridPrefixCache:
             self._desk.seat(lease)
         return landed
 
+    # ---- the store
+
+    def next_op(self) -> int:
+        """A number for an operation that the cache has no part in: one sequence for all of them."""
+        return self._ledger.number()
+
+    def missing(self, binding: Binding, tokens: Tokens, least: int) -> Missing | None:
+        """What of a prompt is neither on the device nor on host, to its last page that could be served, as the hashes
+        by which a store knows it. None if it is fewer than `least` pages, or could not be fetched."""
+        self._bound(binding)
+        raw = self._raw(tokens)
+        last = self._matcher.most_pages(len(raw) // 4)
+        if not self.enabled or not binding.hooked or not self._stored.whole or last < least:
+            return None
+        first = self._matcher.match(binding, raw, len(raw) // 4, HOST).boundary
+        if last - first < max(1, least):
+            return None
+        return Missing(first, self._stored.hashes(binding._root, raw, first, last))
+
+    def servable_run(self, start_page: int, there: Mapping[str, npt.NDArray[Any]]) -> int:
+        """If everything before `start_page` is at hand and a store had the pages from there on that `there` says (by
+        group, one entry a page): how many pages further every group could begin. For those who answer lookups."""
+        return self._stored.servable_run(start_page, there)
+
+    def begin_fetch(
+        self, binding: Binding, tokens: Tokens, first: int, last: int, hashes: Sequence[bytes] | None = None
+    ) -> StoreOperation | None:
+        """Start to bring pages [first, last) of this prompt from the store to host: of each group those with which a
+        request can begin at `last`. None if there is no room, or nobody could reach them there. `hashes` are those of
+        these pages, if they are known."""
+        self._bound(binding)
+        raw = self._raw(tokens)
+        whole_number("first", first, 0, 1 << 30)
+        whole_number("last", last, first + 1, max(first + 1, self._matcher.most_pages(len(raw) // 4)))
+        return self._stored.begin_fetch(binding, raw, first, last, None if hashes is None else list(hashes))
+
+    def fetch_done(self, op: int, ok: bool, pages: int) -> bool:
+        """A fetch is over: the first `pages` of its pages have arrived in every group that has a part there. They are
+        visible now, each under its own tokens; where that cannot be, and beyond them, host pages are free again.
+        Returns whether any of it was of use."""
+        return self._stored.fetch_done(op, ok, pages)
+
+    def begin_backups(self, span: Span) -> list[StoreOperation]:
+        """Start to copy to the store what `save_done` has returned; it stays on host until `backup_done`. What must
+        wait, because host lacks pages above it, comes with a later call."""
+        return self._stored.begin_backups(span)
+
+    def backup_done(self, op: int, ok: bool) -> None:
+        """A backup is over."""
+        self._stored.backup_done(op, ok)
+
     # ---- questions
 
     @property
@@ -501,7 +554,7 @@ class HybridPrefixCache:
 
     def check(self) -> None:
         """Raise AssertionError, saying what is wrong, if an invariant does not hold. Slow: for tests."""
-        checking.check(self._tree, self._loads, self._steps, self._leases)
+        checking.check(self._tree, self._loads, self._stored, self._steps, self._leases)
 
     def watch(self, seen: Callable[[str, str, str, Ids], None]) -> None:
         """Call `seen(group, tier, "taken" | "freed", pages)` whenever pages change hands with a pool: for checkers."""

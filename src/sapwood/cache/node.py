@@ -118,6 +118,7 @@ class Root:
             "evicted_pages": 0,
             "saved_pages": 0,
             "loaded_pages": 0,
+            "fetched_pages": 0,
         }
         self.misses: dict[str, int] = {}  # by reason
         self.top: Node

@@ -89,6 +89,7 @@ class Publisher:
                 and not node.children
                 and node.loading is None
                 and (copy.count == node.n or not closed)
+                and not (host and node.host.holds)  # type: ignore[union-attr]
             )
             for g in loose:
                 alone = alone and upto[g] == depth
@@ -302,6 +303,8 @@ class Publisher:
         if node.children or node.parent is None or copy.holds - node.moving != 1 or node.loading is not None:
             return False
         if tree.closed and copy.count != node.n:
+            return False
+        if node.host is not None and node.host.holds:  # by a backup: what it holds is all on host, and stays so
             return False
         for g in tree.slots:
             if copy.pages[g] or (node.host is not None and node.host.pages[g]):

@@ -43,7 +43,7 @@ class Saves:
         sources = {(DEVICE, g): joined(got) for g, got in found.items()}
         need = {g: len(ids) for (_, g), ids in sources.items()}
         holder = hold(tree, node, (DEVICE,), (first, last), sources)
-        if not self.room.has(HOST, need) and not self._make_room(node, last, need):
+        if not self.room.has(HOST, need) and not self.make_room(node, last, need):
             holder.let_go(tree)
             self.ledger.counts["saves_skipped"] += 1
             return None
@@ -59,7 +59,7 @@ class Saves:
                 at.saving = [*(at.saving or ()), transfer]
         return operation
 
-    def _make_room(self, node: Node, last: int, need: dict[int, int]) -> bool:
+    def make_room(self, node: Node, last: int, need: dict[int, int]) -> bool:
         """Evict from host what is least recently used, but nothing of the path that is about to be extended there."""
         tree = self.tree
         kept: dict[tuple[int, int], Ids] = {}
@@ -166,6 +166,15 @@ class Saves:
             ledger.free_targets(transfer)
             ledger.let_go(transfer)
             return None
+        landed = self.land(transfer, path)
+        ledger.count(transfer, "saved", landed)
+        ledger.let_go(transfer)
+        return Span(transfer.first, transfer.last, transfer.node)
+
+    def land(self, transfer: Transfer, path: Cover) -> Ranges:
+        """What has come to host is the tree's now, or is freed where host has it already. `path` is what the transfer
+        covers. Returns the ranges that landed, of any group."""
+        tree, ledger = self.tree, self.ledger
         landed: Ranges = []
         for g, where in transfer.ranges.items():
             nodes = tree.nodes
@@ -182,11 +191,9 @@ class Saves:
             if g == tree.told:
                 ledger.announce(transfer.node, HOST, kept)
             landed += kept
-        ledger.count(transfer, "saved", landed)
         for node, _, _ in path:
             node.host.used = tree.now  # type: ignore[union-attr]
-        ledger.let_go(transfer)
-        return Span(transfer.first, transfer.last, transfer.node)
+        return landed
 
     def _land_closed(self, transfer: Transfer, where: Ranges, path: Cover) -> Ranges:
         """Host copies of closed groups: the first pages of each node. A gap before them becomes a node of its own."""

@@ -77,13 +77,25 @@ class Ledger:
             "loads_joined": 0,
             "pages_saved": 0,
             "pages_loaded": 0,
+            "fetches": 0,
+            "fetches_failed": 0,
+            "fetches_skipped": 0,
+            "pages_fetched": 0,
+            "backups": 0,
+            "backups_failed": 0,
+            "backups_dropped": 0,
         }
+
+    def number(self) -> int:
+        """A number for an operation of any kind: there is one sequence for all of them."""
+        op = self.next_op
+        self.next_op += 1
+        return op
 
     def begin(
         self, tier: int, node: Node, first: int, last: int, parts: Parts, where: dict[int, Ranges], holder: Holder
     ) -> tuple[Operation, Transfer]:
-        op = self.next_op
-        self.next_op += 1
+        op = self.number()
         transfer = self.pending[op] = Transfer(op, tier, node, first, last, parts, where, holder)
         node.moving += 1
         self.counts["saves" if tier else "loads"] += 1

@@ -10,8 +10,9 @@ from .config import SchedulerConfig
 from .decode import Decoding
 from .events import Ended, Reason
 from .plan import Chunk
+from .prefetch import Prefetch
 from .queue import Queue
-from .request import DECODING, LOADING, PREFILLING, WAITING, Request
+from .request import DECODING, FETCHING, LOADING, PREFILLING, WAITING, Request
 from .tables import Tables
 from .transfers import Transfers
 
@@ -41,6 +42,7 @@ class Book:
             config.page_size,
             config.groups,
             events=config.events,
+            hashes=config.store,
             enabled=config.prefix_caching,
             ghost_bytes=config.ghost_bytes,
         )
@@ -51,6 +53,7 @@ class Book:
         self.decoding = Decoding(config.page_size, config.max_batch_size)
         self.tables = Tables(self.cache, config.max_batch_size)
         self.transfers = Transfers(self.cache, config.host_policy == "through")
+        self.prefetch = Prefetch(config, self.cache, self.waiting)
         self.flight: Flight | None = None
         self.ended: list[Ended] = []  # not told yet
         self.owners: dict[Lease, Request] = {}
@@ -143,6 +146,8 @@ class Book:
             self.prefilling.remove(request)
         elif phase is LOADING:
             self.loading.remove(request)
+        elif phase is FETCHING:
+            self.prefetch.forget(request)
         lease = request.lease
         if lease is not None:
             reading = flight.step if flight is not None and running else None

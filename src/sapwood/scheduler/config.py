@@ -32,6 +32,11 @@ class SchedulerConfig:
     max_overtaken        how many later requests may come in before one that has to wait
     headroom             tokens every running request can still write before a new one comes in
     checkpoint_interval  pages between the snapshots a decoding request leaves, where a group needs them
+    store                look in a store for what neither device nor host has; every group needs host pages then
+    prefetch_threshold   pages that must be missing here, and be there, for a fetch to be worth it
+    lookup_ticks         how long a request waits for the answer of the store,
+    fetch_ticks          and then for its pages,
+    page_ticks           and so much longer for each page
     prefix_caching       False: nothing is found or kept; the interface stays the same
     """
 
@@ -53,6 +58,9 @@ class SchedulerConfig:
     checkpoint_interval: int = 8
     prefix_caching: bool = True
     ghost_bytes: int = 1 << 20
+    lookup_ticks: int = 100
+    fetch_ticks: int = 1000
+    page_ticks: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", tuple(self.groups))
@@ -65,6 +73,9 @@ class SchedulerConfig:
         whole("max_overtaken", self.max_overtaken, 0, _MOST)
         whole("headroom", self.headroom, 0, _MOST)
         whole("checkpoint_interval", self.checkpoint_interval, 1, _MOST)
+        whole("lookup_ticks", self.lookup_ticks, 1, _MOST)
+        whole("fetch_ticks", self.fetch_ticks, 1, _MOST)
+        whole("page_ticks", self.page_ticks, 0, _MOST)
         for field in ("mixed", "store", "events", "prefix_caching"):
             if not isinstance(getattr(self, field), bool):
                 raise ValueError(f"{field} must be True or False, got {getattr(self, field)!r:.60}")
@@ -75,4 +86,9 @@ class SchedulerConfig:
         if self.overlap:
             raise ValueError("overlap must be 0: planning a step while another runs is not supported yet, got 1")
         if self.store:
-            raise ValueError("store must be False: a shared store is not supported yet, got True")
+            bare = [group.name for group in self.groups if not group.host_pages]
+            if bare:
+                raise ValueError(
+                    "store must be False unless every group has host pages, through which its pages come and go; "
+                    f"{bare[0]!r:.60} has none, got True"
+                )

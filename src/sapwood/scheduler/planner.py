@@ -89,15 +89,20 @@ class Planner:
         book.flight = Flight(self.step, list(rows), chunks)
         batch = batch_of(book.decoding if decodes else None, chunks, self.groups)
         loads, saves = book.transfers.take()
-        return Plan(self.step, batch, book.tables.arrays, self.copies, loads, saves)
+        return Plan(self.step, batch, book.tables.arrays, self.copies, loads, saves, *book.prefetch.take())
 
     def transfers_only(self) -> Plan:
         """Nobody can run now: a plan with the transfers that can, or an empty one."""
-        loads, saves = self.book.transfers.take()
-        if not loads and not saves:
-            return Plan()
+        book = self.book
+        loads, saves = book.transfers.take()
+        lookups, fetches, backups = book.prefetch.take()
+        wake_in = book.prefetch.wake_in()
+        if not (loads or saves or lookups or fetches or backups):
+            return Plan(wake_in=wake_in)
         self.step += 1
-        return Plan(self.step, tables=self.book.tables.arrays, loads=loads, saves=saves)
+        plan = Plan(self.step, tables=book.tables.arrays, loads=loads, saves=saves, wake_in=wake_in)
+        plan.lookups, plan.fetches, plan.backups = lookups, fetches, backups
+        return plan
 
     def _anybody_sat_out(self) -> bool:
         items = self.book.prefilling.items

@@ -43,6 +43,7 @@ class Refused(ValueError):
 
 
 WAITING: Final = "waiting"  # holds no memory; after a retraction it has generated tokens already
+FETCHING: Final = "fetching"  # holds no memory; what it lacks is looked for in the store, or on its way from there
 LOADING: Final = "loading"  # holds a lease; its prefix is on its way from host
 PREFILLING: Final = "prefilling"  # holds a lease; has more than its last token to compute, or sits out
 DECODING: Final = "decoding"  # one token in every step
@@ -50,6 +51,9 @@ ENDED: Final = "ended"
 
 # (phase, what happens) -> phase. What is not here cannot happen.
 _NEXT = {
+    (WAITING, "looking in the store"): FETCHING,
+    (FETCHING, "the store's last word"): WAITING,
+    (FETCHING, "its end"): ENDED,
     (WAITING, "admission"): PREFILLING,
     (WAITING, "admission to load"): LOADING,
     (LOADING, "its load"): PREFILLING,

@@ -9,7 +9,21 @@ from sapwood.cache import HybridPrefixCache, KVEvent, Namespace
 
 from .book import Book
 from .config import SchedulerConfig
-from .events import Abort, Ended, Event, Finish, LoadDone, ProtocolError, SaveDone, StepDone, StepFailed, Tick
+from .events import (
+    Abort,
+    BackupDone,
+    Ended,
+    Event,
+    FetchDone,
+    Finish,
+    LoadDone,
+    LookupDone,
+    ProtocolError,
+    SaveDone,
+    StepDone,
+    StepFailed,
+    Tick,
+)
 from .outcome import Outcome
 from .plan import Plan
 from .planner import Planner
@@ -32,7 +46,6 @@ class Scheduler:
         self._planner = Planner(config, self._book)
         self._outcome = Outcome(config, self._book, self._planner)
         self._arrivals = 0
-        self._ticks = 0
 
     @property
     def cache(self) -> HybridPrefixCache:
@@ -55,11 +68,15 @@ class Scheduler:
             request = Request(spec, taken[spec.id], self._arrivals, book.cache.bind(spec.namespace))
             book.requests[spec.id] = request
             book.waiting.add(request)
+            if self.config.store:
+                book.prefetch.arrives(request)
         book.counts["submitted"] += len(specs)
 
     def next_plan(self) -> Plan:
         """What to do next. Empty while a plan runs, and when there is nothing to do."""
         book = self._book
+        if book.prefetch.fresh and book.flight is None:
+            book.prefetch.look()
         if book.flight is not None:
             plan = Plan()
         else:
@@ -94,13 +111,17 @@ class Scheduler:
         elif isinstance(event, LoadDone):
             self._book.landed(self._book.transfers.load_done(event))
         elif isinstance(event, SaveDone):
-            self._book.transfers.save_done(event)
+            self._book.prefetch.back_up(self._book.transfers.save_done(event))
+        elif isinstance(event, LookupDone):
+            self._book.prefetch.lookup_done(event)
+        elif isinstance(event, FetchDone):
+            self._book.prefetch.fetch_done(event)
+        elif isinstance(event, BackupDone):
+            self._book.prefetch.backup_done(event)
         elif isinstance(event, Tick):
             if type(event.n) is not int or event.n < 0:
                 raise ProtocolError(f"Tick: n must be an integer from 0 on, got {event.n!r:.40}")
-            self._ticks += event.n
-        elif hasattr(event, "op"):
-            raise ProtocolError(f"{type(event).__name__}: operation {event.op!r:.40} is not known or is over already")
+            self._book.prefetch.tick(event.n)
         else:
             raise ProtocolError(f"advance takes events of sapwood.scheduler, got {event!r:.60}")
 
@@ -132,10 +153,12 @@ class Scheduler:
         book = self._book
         return {
             "waiting": len(book.waiting),
+            "fetching": book.prefetch.waiters,
             "loading": len(book.loading),
             "prefilling": len(book.prefilling),
             "decoding": book.decoding.count,
             "transfers": len(book.transfers.under_way),
+            "store": book.prefetch.stats(),
             **book.counts,
             **self._outcome.counts,
             "cache": self.cache.stats(),

@@ -9,7 +9,8 @@ Nothing is computed, but everything is checked:
 - the writes of a step are seen by its own and by later steps' reads, by transfers and by copies that run before a
   batch only once it is done, and not at all if it failed; what a doomed step touches is poisoned when it ends;
 - steps run late (when they are finished, not when they are issued), their rows in shuffled order;
-- transfers move bytes at a moment of the caller's choice, and notice if anybody touched their pages in between.
+- transfers move bytes at a moment of the caller's choice, and notice if anybody touched their pages in between;
+- what is backed up goes to a depot, under its hashes, and is what a fetch of these hashes brings.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sapwood.cache import CacheGroup, HybridPrefixCache, Namespace, Operation, PageCopy
+from sapwood.cache import CacheGroup, HybridPrefixCache, Namespace, Operation, PageCopy, StoreOperation
 from sapwood.cache.families import family_class
+from sapwood.store.protocol import unbroken_run
+
+from .depot import Depot
 
 Digests = npt.NDArray[np.uint64]
 POISON = np.uint64(0xDEADDEADDEADDEAD)
@@ -93,7 +97,14 @@ class _Memory:
 class ContentDouble:
     """Holds digests where an engine holds K, V and states. Drive it beside a cache, and let it complain."""
 
-    def __init__(self, page_size: int, groups: Sequence[CacheGroup], seed: int = 0, vocabulary: int = 97) -> None:
+    def __init__(
+        self,
+        page_size: int,
+        groups: Sequence[CacheGroup],
+        seed: int = 0,
+        vocabulary: int = 97,
+        depot: Depot | None = None,
+    ) -> None:
         self.page_size = page_size
         self.groups = {group.name: group for group in groups}
         self.families = {g.name: family_class(g.family)(g, i, page_size) for i, g in enumerate(groups)}
@@ -108,6 +119,8 @@ class ContentDouble:
         self.requests: dict[str, _Request] = {}
         self.steps: dict[int, _Step] = {}
         self.transfers: dict[int, tuple[str, Operation, dict[str, tuple[Digests, Digests]]]] = {}
+        self.depot = depot if depot is not None else Depot()
+        self.exchanges: dict[int, tuple[str, StoreOperation, dict[str, Digests]]] = {}
         self.computed = 0  # positions computed by steps that were done
 
     def attach(self, cache: HybridPrefixCache) -> None:
@@ -352,11 +365,63 @@ class ContentDouble:
             for page in targets[part].tolist():
                 here.maker[page] = f"{kind} {op}"
 
+    def exchange(self, kind: str, operation: StoreOperation) -> None:
+        """A fetch or a backup begins. Until it is over nobody may touch its host pages."""
+        before = {}
+        for name, pages in operation.pages.items():
+            host = self.memory[name, "host"]
+            if len(pages) != len(operation.hashes):
+                raise ContentError(f"{kind} {operation.op}: {name}: {len(pages)} pages, {len(operation.hashes)} hashes")
+            if kind == "backup":
+                self._settled(operation, name, host, pages[pages != 0])
+            before[name] = host.values[pages].copy()
+        self.exchanges[operation.op] = (kind, operation, before)
+
+    def backed_up(self, op: int, ok: bool) -> None:
+        """A backup is over: the depot has what host has, unless it failed; then it may have some of it."""
+        operation = self._exchanged("backup", op)
+        for name, pages in operation.pages.items():
+            host = self.memory[name, "host"]
+            for at, page in enumerate(pages.tolist()):
+                if page and (ok or self.random.random() < 0.5):
+                    key = operation.hashes[at]
+                    if not self.depot.put(name, key, host.values[page].copy(), int(host.depths[page])):
+                        raise ContentError(f"backup {op}: {name}: page {at} has the hash of something else")
+
+    def fetched(self, op: int, ok: bool, losing: float = 0.0) -> int:
+        """A fetch is over: host has what the depot had, but for what was lost on the way. Returns the unbroken run."""
+        operation = self._exchanged("fetch", op)
+        arrived = {}
+        for name, pages in operation.pages.items():
+            host = self.memory[name, "host"]
+            arrived[name] = np.zeros(len(pages), np.bool_)
+            for at, page in enumerate(pages.tolist()):
+                value = self.depot.get(name, operation.hashes[at]) if page else None
+                if value is None or not ok or self.random.random() < losing:
+                    if page:
+                        host.values[page] = POISON
+                    continue
+                host.values[page], host.depths[page] = value
+                arrived[name][at] = True
+        return unbroken_run(arrived, operation.pages) if ok else 0
+
+    def _exchanged(self, kind: str, op: int) -> StoreOperation:
+        begun, operation, before = self.exchanges.pop(op)
+        if begun != kind:
+            raise ContentError(f"operation {op} is a {begun}, not a {kind}")
+        for name, pages in operation.pages.items():
+            part = pages != 0
+            if not np.array_equal(self.memory[name, "host"].values[pages][part], before[name][part]):
+                raise ContentError(f"{kind} {op}: {name}: a host page was changed under it")
+        return operation
+
     def _ends(self, kind: str, name: str) -> tuple[_Memory, _Memory]:
         device, host = self.memory[name, "device"], self.memory[name, "host"]
         return (device, host) if kind == "save" else (host, device)
 
-    def _settled(self, operation: Operation, name: str, memory: _Memory, pages: npt.NDArray[np.int32]) -> None:
+    def _settled(
+        self, operation: Operation | StoreOperation, name: str, memory: _Memory, pages: npt.NDArray[np.int32]
+    ) -> None:
         if (memory.values[pages] == POISON).any():
             raise ContentError(f"transfer {operation.op}: {name}: takes a page that is poisoned or part-filled")
         if memory.writer[pages].any():

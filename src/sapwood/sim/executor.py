@@ -15,13 +15,25 @@ import numpy as np
 import numpy.typing as npt
 
 from sapwood.cache import Namespace, PageCopy, token_bytes
-from sapwood.scheduler import LoadDone, RequestSpec, SaveDone, Scheduler, StepDone, StepFailed
+from sapwood.scheduler import (
+    BackupDone,
+    FetchDone,
+    LoadDone,
+    LookupDone,
+    RequestSpec,
+    SaveDone,
+    Scheduler,
+    StepDone,
+    StepFailed,
+)
 
 from .content import ContentDouble, ContentError, Row
+from .depot import Depot
 
 Ids = npt.NDArray[np.int32]
 _ARRAYS = ("slots", "starts", "lengths", "tokens", "cached", "samples")
-_TRANSFERS = ("lookups", "fetches", "backups")
+_TRANSFERS = ("loads", "saves", "lookups", "fetches", "backups")
+Landed = LoadDone | SaveDone | LookupDone | FetchDone | BackupDone
 
 
 @dataclass
@@ -78,10 +90,10 @@ def batch_bytes(batch: Any) -> bytes:
 class ContentExecutor:
     """Runs the plans of one scheduler on digests instead of tensors. ContentError at the first thing that is wrong."""
 
-    def __init__(self, scheduler: Scheduler, seed: int = 0, vocabulary: int = 97) -> None:
+    def __init__(self, scheduler: Scheduler, seed: int = 0, vocabulary: int = 97, depot: Depot | None = None) -> None:
         self.scheduler = scheduler
         self.config = scheduler.config
-        self.double = ContentDouble(scheduler.cache.page_size, scheduler.cache.groups, seed, vocabulary)
+        self.double = ContentDouble(scheduler.cache.page_size, scheduler.cache.groups, seed, vocabulary, depot)
         self.double.attach(scheduler.cache)
         self.random = random.Random(seed)
         self.lives: dict[str, Life] = {}
@@ -89,6 +101,7 @@ class ContentExecutor:
         self.flights: deque[_Flight] = deque()
         self.step: int | None = None  # of the last plan
         self.moving: dict[int, str] = {}  # transfers under way
+        self.lookups: dict[int, Any] = {}  # and questions to the store
         self.failures = 0
         self.moves = 0  # slots lost between two rows of a request: it must have been retracted
         self._lived = 0
@@ -119,16 +132,15 @@ class ContentExecutor:
 
     def begin(self, plan: Any) -> None:
         """A plan goes out. It is checked now, and runs when it is done."""
-        for kind in _TRANSFERS:
-            _must(not getattr(plan, kind), f"the plan has {kind}, which this executor does not carry out")
         if plan.empty:
-            _must(not (plan.loads or plan.saves), "an empty plan with transfers")
+            _must(not any(getattr(plan, kind) for kind in _TRANSFERS), "an empty plan with transfers")
             return
         for kind, operations in (("load", plan.loads), ("save", plan.saves)):
             for operation in operations:
                 _must(operation.op not in self.moving, f"{kind} {operation.op} is under way already")
                 self.double.start(kind, operation)
                 self.moving[operation.op] = kind
+        self._begin_store(plan)
         _must(self.step is None or plan.step == self.step + 1, f"step {plan.step} comes after step {self.step}")
         _must(len(self.flights) <= self.config.overlap, f"{len(self.flights)} plans are in flight already")
         self.step = plan.step
@@ -139,11 +151,39 @@ class ContentExecutor:
         else:
             self.double.done(plan.step)
 
-    def land(self, op: int, ok: bool) -> LoadDone | SaveDone:
-        """A transfer is over: its bytes have arrived, or it failed. Returns its event."""
+    def _begin_store(self, plan: Any) -> None:
+        for kind, operations in (("lookup", plan.lookups), ("fetch", plan.fetches), ("backup", plan.backups)):
+            for operation in operations:
+                _must(self.config.store, f"a {kind}, and there is no store")
+                _must(operation.op not in self.moving, f"{kind} {operation.op} is under way already")
+                _must(len(operation.hashes) > 0, f"{kind} {operation.op} is for nothing")
+                self.moving[operation.op] = kind
+                if kind == "lookup":
+                    least = self.config.prefetch_threshold
+                    _must(len(operation.hashes) >= least, f"a lookup of {len(operation.hashes)} pages of {least}")
+                    self.lookups[operation.op] = operation
+                else:
+                    self.double.exchange(kind, operation)
+
+    def land(self, op: int, ok: bool, losing: float = 0.0, lying: bool = False) -> Landed:
+        """A transfer is over: its bytes have arrived, or it failed. Returns its event. A store may have lost something
+        on the way, or say in a lookup what is not true."""
         kind = self.moving.pop(op)
+        if kind == "lookup":
+            return LookupDone(op, self._found(self.lookups.pop(op), ok, lying))
+        if kind == "fetch":
+            return FetchDone(op, ok, self.double.fetched(op, ok, losing))
+        if kind == "backup":
+            self.double.backed_up(op, ok)
+            return BackupDone(op, ok)
         self.double.land(op, ok)
         return LoadDone(op, ok) if kind == "load" else SaveDone(op, ok)
+
+    def _found(self, lookup: Any, ok: bool, lying: bool) -> int:
+        if lying:
+            return self.random.randint(0, len(lookup.hashes))
+        there = {name: self.double.depot.there(name, lookup.hashes) for name in self.double.groups}
+        return self.scheduler.cache.servable_run(lookup.start_page, there) if ok else 0
 
     def done(self) -> list[StepDone | StepFailed]:
         """The oldest plan in flight is done."""

@@ -3,14 +3,14 @@
     arrive -> disturb -> plan -> disturb, arrive (in flight) -> done or fail -> check
 
 Contents are checked by the executor, invariants by `cache.check()`, and beside them stands a naive memory: a set of
-every prefix that was computed in each namespace since it was last evicted.
+every prefix that was computed in each namespace since it was last evicted (with a store: ever, by anybody).
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,13 @@ import numpy as np
 from sapwood.cache import Namespace
 from sapwood.scheduler import (
     Abort,
+    BackupDone,
     Ended,
     Event,
+    FetchDone,
     Finish,
     LoadDone,
+    LookupDone,
     ProtocolError,
     Refused,
     RequestSpec,
@@ -32,6 +35,7 @@ from sapwood.scheduler import (
 )
 
 from .content import Digests, prefix_digests
+from .depot import Depot
 from .executor import ContentExecutor, Life, batch_bytes
 from .layouts import LAYOUTS
 from .replay import Replay
@@ -59,6 +63,8 @@ class Report:
     computed: int
     recomputed: int
     events: int
+    fetched: int = 0  # pages from the store that were of use
+    late: int = 0  # deadlines that passed
 
     def __str__(self) -> str:
         ends = ", ".join(f"{n} {reason}" for reason, n in sorted(self.ended.items()))
@@ -66,6 +72,7 @@ class Report:
             f"{self.digest[:16]}  {self.layout}, seed {self.seed}: {self.steps} steps ({self.failed_steps} failed), "
             f"{self.requests} requests ({ends}; {self.refused} refused), {self.retractions} retractions, "
             f"{self.evictions} evictions of namespaces, {self.transfers} transfers, {self.events} events, "
+            f"{self.fetched} pages fetched, {self.late} deadlines missed, "
             f"prompt tokens {self.cached} cached, {self.computed} computed, {self.recomputed} again"
         )
 
@@ -87,28 +94,51 @@ class _Request:
 
 def fuzz(seed: int, steps: int, layout: str) -> Report:
     """Attack a scheduler for `steps` rounds, then let everything come to its end. Everything follows from the seed."""
+    if layout in LAYOUTS and LAYOUTS[layout].pair:
+        return _run_pair(seed, steps, layout)
     return Fuzz(seed, layout).run(steps)
+
+
+def _run_pair(seed: int, steps: int, layout: str) -> Report:
+    """Two schedulers, each under an attack of its own, with similar requests and one store between them."""
+    one = Fuzz(seed, layout)
+    two = Fuzz(seed, layout, one)
+    for _ in range(steps):
+        for each in (one, two):
+            each.arrive()
+            each.round()
+    reports = [each.run(0) for each in (one, two)]
+    ended = {reason: sum(r.ended.get(reason, 0) for r in reports) for reason in {**one.ended, **two.ended}}
+    numbers = {
+        name.name: sum(getattr(r, name.name) for r in reports)
+        for name in fields(Report)
+        if name.name not in ("layout", "seed", "digest", "ended")
+    }
+    digest = hashlib.sha256(" ".join(r.digest for r in reports).encode()).hexdigest()
+    return replace(reports[0], digest=digest, ended=ended, **numbers)
 
 
 class Fuzz:
     """One scheduler under attack."""
 
-    def __init__(self, seed: int, layout: str) -> None:
+    def __init__(self, seed: int, layout: str, other: Fuzz | None = None) -> None:
         if layout not in LAYOUTS:
             raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
         self.seed, self.layout = seed, layout
-        rng = self.random = random.Random(f"{layout} {seed}")
+        rng = self.random = random.Random(f"{layout} {seed}" + (" again" if other else ""))
         self.config = LAYOUTS[layout].config(rng)
         self.scheduler = Scheduler(self.config)
         self.cache = self.scheduler.cache
-        self.executor = ContentExecutor(self.scheduler, rng.getrandbits(32))
+        self.depot = other.depot if other else Depot()
+        self.executor = ContentExecutor(self.scheduler, rng.getrandbits(32), depot=self.depot)
         limits = [group.device_pages for group in self.config.groups if group.family == "full"]
         page = self.config.page_size
         self.limit = min(limits) * page if limits else 0
         longest = min(self.limit or 1 << 30, _LONGEST * max(page, 8))
         crowded = not self.config.headroom
-        self.traffic = Traffic(rng.getrandbits(32), page, longest, self.executor.double.vocabulary, crowded)
-        self.replays = [Replay(self.cache)] + ([Replay(self.cache, "CPU")] if LAYOUTS[layout].host else [])
+        traffic = other.traffic.seed if other else rng.getrandbits(32)
+        self.traffic = Traffic(traffic, page, longest, self.executor.double.vocabulary, crowded)
+        self.replays = [Replay(self.cache)] + ([Replay(self.cache, "CPU")] if self.cache.has_host else [])
 
         self.load = rng.choice([0.4, 1.0] if crowded else [0.15, 0.4, 1.0])  # arrivals a round
         self.backlog = rng.choice([10, 25] if crowded else [3, 10, 25])
@@ -118,11 +148,20 @@ class Fuzz:
         self.unloads = rng.choice([0.0, 0.0, 0.01, 0.05])
         self.arriving = rng.choice([0.05, 0.3, 0.9])  # transfers that arrive in a round
         self.losing = rng.choice([0.0, 0.0, 0.2])
+        self.hanging = self.lying = 0.0
+        if self.config.store:
+            self.hanging = rng.choice([0.0, 0.0, 0.05, 0.4])  # of what goes to the store
+            self.lying = rng.choice([0.0, 0.0, 0.2])
+            self.unloads = rng.choice([0.01, 0.04])  # after it the store has what nobody else has
+            self.arriving = max(self.arriving, 0.2)
+            self.traffic.repeats()
+        self.hung: set[int] = set()  # operations that do not come back for now
 
         self.live: dict[str, _Request] = {}
         self.epochs: dict[Namespace, int] = {}
         self.memory: dict[Namespace, set[int]] = {}  # digests of every prefix computed in this epoch
         self.promised: dict[Namespace, set[int]] = {}  # by the plan in flight
+        self.stored: dict[Namespace, set[int]] = other.stored if other else {}  # ... that a store may have
         self.flying = False  # a plan is out
         self.digest = hashlib.sha256()
         self.counts = dict.fromkeys(
@@ -157,6 +196,8 @@ class Fuzz:
             ended=self.ended,
             retractions=int(self.cache.stats()["retracted"]),
             events=self.replays[0].count,
+            fetched=int(self.cache.stats()["transfers"]["pages_fetched"]),
+            late=int(self.scheduler.stats()["store"]["late"]),
             **self.counts,
         )
 
@@ -166,12 +207,15 @@ class Fuzz:
         self.move(self.arriving)
         plan = self.plan()
         if plan.empty:
-            waits = self.executor.moving or plan.ended
+            waits = self.executor.moving.keys() - self.hung or plan.ended or plan.wake_in
             assert not self.live or waits, f"nothing to run and nothing in flight, while {sorted(self.live)} live"
             self.move(0.5)
+            if plan.wake_in and self.random.random() < 0.5:
+                self.advance([Tick(plan.wake_in)])
             return
         rows = [self.live[id] for id in plan.batch.ids]
         self.executor.begin(plan)
+        self.hang(plan)
         self.counts["steps"] += 1
         if not rows:
             self.flying = False
@@ -189,13 +233,26 @@ class Fuzz:
     def move(self, chance: float) -> None:
         """Some transfers arrive, in any order; some of them have failed."""
         rng = self.random
-        events = []
+        events: list[Event] = []
+        if self.hung and rng.random() < 0.05:
+            self.hung.remove(rng.choice(sorted(self.hung)))
         for op in rng.sample(list(self.executor.moving), len(self.executor.moving)):
-            if rng.random() < chance:
-                events.append(self.executor.land(op, rng.random() >= self.losing))
+            if rng.random() < chance and op not in self.hung:
+                ok, lying = rng.random() >= self.losing, rng.random() < self.lying
+                events.append(self.executor.land(op, ok, self.losing / 2, lying))
                 self.counts["transfers"] += 1
+        if self.config.store and rng.random() < 0.3:
+            events.append(Tick(rng.choice([0, 1, 2, 20])))
         if events:
             self.advance(events)
+
+    def hang(self, plan: Any) -> None:
+        """Some operations of the store do not come back; and the store loses something."""
+        for operation in [*plan.lookups, *plan.fetches, *plan.backups]:
+            if self.random.random() < self.hanging:
+                self.hung.add(operation.op)
+        if self.config.store and self.random.random() < 0.005:
+            self.depot.lose(self.random, self.random.random())
 
     def drain(self) -> None:
         """No more arrivals and no more faults, but poisonous requests stay what they are. Everybody gets to an end."""
@@ -210,13 +267,16 @@ class Fuzz:
 
     def leave_nothing(self) -> None:
         """After everything has ended nothing is held, and after a flush everything is free."""
-        plan = self.plan()
-        if not plan.empty:  # what was left to save
-            assert not plan.batch.ids, "rows of nobody"
-            self.executor.begin(plan)
-            self.flying = False
+        self.hanging, self.hung = 0.0, set()
+        for _ in range(10):
             plan = self.plan()
-        self.move(1.0)
+            if not plan.empty:  # what was left to save and to back up
+                assert not plan.batch.ids, "rows of nobody"
+                self.executor.begin(plan)
+                self.flying = False
+            elif not self.executor.moving:
+                break
+            self.move(1.0)
         assert plan.empty and not plan.ended, "a plan for nobody"
         stats = self.cache.stats()
         assert not stats["leases"] and not stats["unhooked"], f"held by nobody: {stats}"
@@ -312,7 +372,7 @@ class Fuzz:
         """An adapter is unloaded (and may come again), or everything is flushed."""
         rng = self.random
         self.counts["evictions"] += 1
-        if LAYOUTS[self.layout].host:
+        if self.cache.has_host:
             for request in self.live.values():  # what it was admitted to load it gets, though its namespace goes
                 if request.epoch == self.epochs.get(request.spec.namespace, 0) and request.spec.reads_cache:
                     request.held = self.remembered(request.spec.namespace, self.digests(request))
@@ -331,7 +391,10 @@ class Fuzz:
     def mistake(self) -> None:
         """Events that cannot happen raise, and change nothing."""
         step = (self.executor.step or 0) + self.random.choice([-1, 1, 7])
-        wrong: list[Event] = [StepDone(step, {}), StepFailed(step, "mistake"), LoadDone(12345, True)]
+        op = max([0, *self.executor.moving]) + self.random.choice([100, 10_000])
+        wrong: list[Event] = [StepDone(step, {}), StepFailed(step, "mistake"), LoadDone(op, True)]
+        if self.config.store:
+            wrong += [LookupDone(op, 1), FetchDone(op, True, 1), BackupDone(op, True)]
         event = self.random.choice(wrong)
         before = self.cache.stats()
         try:
@@ -362,7 +425,9 @@ class Fuzz:
         self.write_down(plan)
         self.flying = not plan.empty
         if plan.empty:
-            assert not (plan.copies or plan.loads or plan.saves), "an empty plan with something to do"
+            assert not (plan.copies or plan.loads or plan.saves or plan.lookups or plan.fetches or plan.backups), (
+                "an empty plan with something to do"
+            )
         else:
             for row, id in enumerate(plan.batch.ids):
                 assert id in self.live, f"step {plan.step} has a row of {id}, which is not live"
@@ -397,6 +462,8 @@ class Fuzz:
             told = self.executor.done()
             for namespace, digests in self.promised.items():
                 self.memory.setdefault(namespace, set()).update(digests)
+                if self.config.store:
+                    self.stored.setdefault(namespace, set()).update(digests)
         self.promised = {}
         self.flying = False
         if rng.random() < self.trouble / 2:
@@ -477,13 +544,18 @@ class Fuzz:
         digests = self.digests(request)[:start]
         most = self.remembered(space, digests)
         assert most == start, f"{request.spec.id}: starts at {start}, {most} tokens were computed"
-        real = self.memory.get(space, ())
+        real = self.memory.get(space, set()) | self.stored.get(space, set())
         request.held = max([at for at, value in enumerate(digests.tolist(), 1) if value in real], default=0)
 
     def remembered(self, space: Namespace, digests: Digests) -> int:
         """How many tokens from the start somebody has computed, or the plan in flight will have."""
         memory, promised = self.memory.get(space, ()), self.promised.get(space, ())
-        known = [at for at, value in enumerate(digests.tolist(), 1) if value in memory or value in promised]
+        stored = self.stored.get(space, ())
+        known = [
+            at
+            for at, value in enumerate(digests.tolist(), 1)
+            if value in memory or value in promised or value in stored
+        ]
         return known[-1] if known else 0
 
     def digests(self, request: _Request) -> Digests:
@@ -494,7 +566,8 @@ class Fuzz:
     def check(self) -> None:
         self.cache.check()
         old = any(r.epoch != self.epochs.get(r.spec.namespace, 0) for r in self.live.values())
-        if not self.flying and not old and not self.scheduler.stats()["transfers"]:
+        under_way = self.scheduler.stats()
+        if not self.flying and not old and not under_way["transfers"] and not under_way["store"]["backing"]:
             stats = self.cache.stats()
             held = sum(tiers["device"]["unhooked"] for tiers in stats["pages"].values())
             assert not held and not stats["unhooked"], f"{held} pages of evicted namespaces that nobody needs are held"
@@ -515,6 +588,11 @@ class Fuzz:
             say(f"{operation.op} {operation.start_page} {operation.namespace!r}".encode())
             for name, (sources, targets) in operation.pages.items():
                 say(name.encode() + sources.tobytes() + targets.tobytes())
+        for operation in [*plan.lookups, *plan.fetches, *plan.backups]:
+            say(f"{operation.op} {operation.start_page} {operation.namespace!r}".encode() + b"".join(operation.hashes))
+        for operation in [*plan.fetches, *plan.backups]:
+            for name, pages in operation.pages.items():
+                say(name.encode() + pages.tobytes())
         if plan.empty:
             return
         batch = plan.batch

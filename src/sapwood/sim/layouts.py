@@ -14,18 +14,30 @@ Random = random.Random
 
 @dataclass(frozen=True)
 class Layout:
-    """Families of the groups and the size of a page. `tiny`: with as little memory as one request can run in."""
+    """Families of the groups and the size of a page. `tiny`: with as little memory as one request can run in. `store`:
+    with host memory and a store behind it; `pair`: two schedulers share it."""
 
     families: tuple[str, ...]
     page: int = 16
     tiny: bool = False
     host: bool = False
+    store: bool = False
+    pair: bool = False
 
     def config(self, rng: Random) -> SchedulerConfig:
         """A scheduler's configuration with this layout. Everything else is drawn from `rng`. With a headroom of 0 more
         requests come in than there is memory for, so that some must be retracted."""
         page = self.page
         crowded = rng.random() < 0.5
+        store = {}
+        if self.store:
+            store = {
+                "store": True,
+                "prefetch_threshold": rng.choice([1, 1, 1, 2, 4]),
+                "lookup_ticks": rng.choice([5, 100, 1000]),
+                "fetch_ticks": rng.choice([5, 100, 1000]),
+                "page_ticks": rng.choice([0, 1]),
+            }
         return SchedulerConfig(
             page_size=page,
             groups=self._groups(rng),
@@ -41,6 +53,7 @@ class Layout:
             headroom=0 if crowded else rng.choice([1, page, 64]),
             checkpoint_interval=rng.choice([1, 2, 4]),
             prefix_caching=rng.random() < 0.95,
+            **store,
         )
 
     def _groups(self, rng: Random) -> tuple[CacheGroup, ...]:
@@ -51,13 +64,13 @@ class Layout:
         }
         names = [f"{family}{self.families[:i].count(family) or ''}" for i, family in enumerate(self.families)]
         groups = [makers[family](rng, name) for family, name in zip(self.families, names, strict=True)]
-        if self.host:
-            times = rng.choice([1, 2, 5])
+        if self.host or self.store:
+            times = rng.choice([1, 1, 2] if self.store else [1, 2, 5])
             groups = [replace(group, host_pages=times * group.device_pages) for group in groups]
         return tuple(groups)
 
     def _full(self, rng: Random, name: str) -> CacheGroup:
-        pages = rng.choice([1, 2, 3] if self.tiny else [5, 7, 12, 40])
+        pages = rng.choice([1, 2, 3] if self.tiny else [7, 12, 25, 40] if self.store else [5, 7, 12, 40])
         return CacheGroup(name, "full", pages * max(1, 8 // self.page))
 
     def _window(self, rng: Random, name: str) -> CacheGroup:
@@ -97,6 +110,14 @@ LAYOUTS: dict[str, Layout] = {
     "full/1@host": Layout(_FULL, 1, host=True),
     "tiny-full+state@host": Layout(_FULL + _STATE, 4, tiny=True, host=True),
     "tiny-full+window@host": Layout(_FULL + _WINDOW, 4, tiny=True, host=True),
+    "full@store": Layout(_FULL, 4, store=True),
+    "full+window@store": Layout(_FULL + _WINDOW, 4, store=True),
+    "full+state@store": Layout(_FULL + _STATE, 4, store=True),
+    "full+2windows+state@store": Layout(_FULL + _WINDOW + _WINDOW + _STATE, 4, store=True),
+    "window+state@store": Layout(_WINDOW + _STATE, 4, store=True),
+    "tiny-full+window@store": Layout(_FULL + _WINDOW, 4, tiny=True, store=True),
+    "full+window@pair": Layout(_FULL + _WINDOW, 4, store=True, pair=True),
+    "full+2windows+state@pair": Layout(_FULL + _WINDOW + _WINDOW + _STATE, 4, store=True, pair=True),
     "tiny-full": Layout(_FULL, 4, tiny=True),
     "tiny-window": Layout(_WINDOW, 4, tiny=True),
     "tiny-full+window": Layout(_FULL + _WINDOW, 4, tiny=True),

@@ -70,6 +70,11 @@ class Traffic:
         self.systems = [self._words(rng.randint(1, self.wordy)) for _ in range(3)]
         self.turns: dict[str, _Session] = {}
 
+    def repeats(self) -> None:
+        """From now on prompts are longer and more alike, in few namespaces: what a store is for."""
+        self.spaces, self.wordy = self.spaces[:2], max(self.wordy, 6 * self.page)
+        self.systems = [self._words(self.random.randint(self.page, self.wordy)) for _ in range(2)]
+
     # ---- what arrives
 
     def arrivals(self) -> list[RequestSpec]:

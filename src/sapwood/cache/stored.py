@@ -1,0 +1,331 @@
+"""The store's side of the cache: fetches bring pages to host, backups take them from there. No byte moves here.
+
+A fetch owns the host pages it writes and holds nothing else. When it is over, its tokens are walked again: every page
+lands under its own tokens, at its own place, or is freed, whatever has become of the tree meanwhile. A backup holds
+the host pages it reads until it is acknowledged, and the path to them with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .announce import hash_path
+from .group import HOST
+from .hashes import chain, ensure_hashes
+from .lease import Binding, Holder, Span, hold
+from .namespace import Namespace
+from .node import Node, Root
+from .path import Path
+from .pool import FLIGHT, Ids
+from .room import Room
+from .runs import Ranges, Run, joined, ranges, runs, spread
+from .save import Saves
+from .transfer import Ledger, Transfer
+from .tree import Tree, as_ids
+
+_MOST_LATER = 256  # spans that wait for pages above them; beyond it the oldest is dropped, and counted
+
+
+class StoreOperation(NamedTuple):
+    """What a caller carries out between store and host: hashes of the pages from `start_page` on, and for each group
+    its host pages, one entry a page; 0 = no part there. A snapshot stands at the end of its page."""
+
+    op: int
+    namespace: Namespace
+    start_page: int
+    hashes: list[bytes]
+    pages: dict[str, Ids]
+
+
+class Missing(NamedTuple):
+    """The pages of a prompt that are not at hand: hashes from page `first` on, to the last that could be served."""
+
+    first: int
+    hashes: list[bytes]
+
+
+class Fetch(NamedTuple):
+    """A fetch between its begin and its acknowledgement: pages [first, last) of these tokens."""
+
+    op: int
+    root: Root
+    tokens: bytes
+    first: int
+    last: int
+    targets: dict[int, Ids]
+    ranges: dict[int, Ranges]
+
+
+class Stored:
+    def __init__(self, tree: Tree, room: Room, ledger: Ledger, saves: Saves) -> None:
+        self.tree = tree
+        self.room = room
+        self.ledger = ledger
+        self.saves = saves
+        self.fetches: dict[int, Fetch] = {}
+        self.backups: dict[int, Holder] = {}
+        self.later: list[Span] = []  # saved, but host lacks pages above them: to be backed up when it has those
+        self.whole = len(saves.savable) == len(tree.groups)  # what no group could be served from host, is not fetched
+
+    # ---- questions
+
+    def hashes(self, root: Root, tokens: bytes, first: int, last: int) -> list[bytes]:
+        """The hashes of pages [first, last) of a prompt; those before them are looked up in the tree if it has them."""
+        size = self.tree.page_bytes
+        path = self.tree.walk(root, tokens[: first * size])
+        if first and path.depth == first:
+            node = path.nodes[-1]
+            upto = first - node.start
+            parent = bytes(ensure_hashes(node, upto, size)[32 * upto - 32 : 32 * upto])
+        else:
+            parent = root.digest
+            if first:
+                parent = bytes(chain(parent, tokens[: first * size], size)[-32:])
+        digests = bytes(chain(parent, tokens[first * size : last * size], size))
+        return [digests[at : at + 32] for at in range(0, len(digests), 32)]
+
+    def servable_run(self, start: int, there: Mapping[str, npt.NDArray[Any]]) -> int:
+        """How many pages from `start` on all groups could be served, if the store had what `there` says."""
+        tree = self.tree
+        view = _Imagined(tree, start, there)
+        # A prompt may end with these pages, unless a group of slots leaves a token to compute: both must be served.
+        length = view.depth * tree.page_size + bool(tree.slots)
+        boundary, settled = view.depth, 0
+        while boundary > start and settled < len(tree.families):
+            for family in tree.families:
+                lower = max(start, family.deepest(view, boundary, length))
+                settled = 1 if lower < boundary else settled + 1
+                boundary = lower
+                if settled >= len(tree.families):
+                    break
+        return boundary - start
+
+    # ---- fetches
+
+    def begin_fetch(
+        self, binding: Binding, tokens: bytes, first: int, last: int, hashes: list[bytes] | None
+    ) -> StoreOperation | None:
+        tree, root = self.tree, binding._root
+        if not root.hooked or not self.whole:
+            return None
+        path = tree.walk(root, tokens[: first * tree.page_bytes])
+        if tree.closed and path.deepest_closed(first) < first:
+            return None
+        where = self._where(first, last, len(tokens) // 4)
+        need = {g: sum([high - low for low, high in spans]) for g, spans in where.items()}
+        if hashes is None:
+            hashes = self.hashes(root, tokens, first, last)
+        node = path.nodes[-1] if path.nodes else root.top
+        if not self.room.has(HOST, need) and not self.saves.make_room(node, last, need):
+            self.ledger.counts["fetches_skipped"] += 1
+            return None
+        targets = {
+            g: spread(spans, tree.pools[HOST][g].allocate(need[g], FLIGHT), first, last) for g, spans in where.items()
+        }
+        op = self.ledger.number()
+        self.fetches[op] = Fetch(op, root, tokens[: last * tree.page_bytes], first, last, targets, where)
+        self.ledger.counts["fetches"] += 1
+        pages = {tree.groups[g].name: ids for g, ids in targets.items()}
+        return StoreOperation(op, root.namespace, first, hashes, pages)
+
+    def _where(self, first: int, last: int, length: int) -> dict[int, Ranges]:
+        """By group: the pages of [first, last) without which a prompt of `length` tokens cannot begin at `last`."""
+        tree = self.tree
+        where: dict[int, Ranges] = {}
+        for g, family in enumerate(tree.families):
+            if g in tree.closed:
+                where[g] = [(first, last)]
+            elif g in tree.slots:
+                where[g] = [(last - 1, last)]
+            else:
+                spans = _within(family.columns(last, length), first, last)
+                if spans:
+                    where[g] = spans
+        return where
+
+    def fetch_done(self, op: int, ok: bool, pages: int) -> bool:
+        """The fetch is over. Returns whether any of it has landed."""
+        fetch = self.fetches.get(op)
+        if fetch is None:
+            raise ValueError(f"no fetch with number {op!r} is under way")
+        if type(pages) is not int or not 0 <= pages <= fetch.last - fetch.first:
+            raise ValueError(f"pages must be an integer from 0 to {fetch.last - fetch.first}, got {pages!r:.40}")
+        del self.fetches[op]
+        first = fetch.first
+        end = self._landable(fetch, first + pages) if ok else first
+        for g, targets in fetch.targets.items():
+            rest = targets[end - first :]
+            self.tree.pools[HOST][g].release(rest[rest != 0], FLIGHT)
+        landed = self._land(fetch, end) if end > first else 0
+        self.ledger.counts["fetches_failed"] += not landed
+        return landed > 0
+
+    def _landable(self, fetch: Fetch, end: int) -> int:
+        """How far pages up to `end` can land. Not where something above them is gone: nobody could reach them. And not
+        on pages that a step in flight has only promised: they go, with all that is below, if it fails."""
+        tree, root, first = self.tree, fetch.root, fetch.first
+        if not root.hooked:
+            return first
+        if not tree.closed:
+            return end
+        path = tree.walk(root, fetch.tokens[: end * tree.page_bytes])
+        if path.deepest_closed(path.depth) < first:
+            return first
+        for node in path.nodes:
+            for promise in node.promised or ():
+                if promise.first < promise.last:
+                    end = min(end, promise.first)
+        return max(first, end)
+
+    def _land(self, fetch: Fetch, end: int) -> int:
+        """Pages up to `end` become the tree's, as those of a save do. Returns how many."""
+        tree, ledger, first = self.tree, self.ledger, fetch.first
+        node = self._grown(fetch.root, fetch.tokens[: end * tree.page_bytes], end)
+        holder = hold(tree, node, (HOST,), (first, end), {})
+        where = {g: spans for g, all_of in fetch.ranges.items() if (spans := _within(all_of, first, end))}
+        nothing = np.zeros(0, np.int32)
+        parts = {g: (nothing, fetch.targets[g][: end - first]) for g in where}
+        transfer = Transfer(fetch.op, HOST, node, first, end, parts, where, holder)
+        landed = self.saves.land(transfer, tree.cover(node, first, end))
+        ledger.count(transfer, "fetched", landed)
+        holder.let_go(tree)  # a node that nothing came for is swept now
+        return sum([high - low for low, high in landed])
+
+    def _grown(self, root: Root, tokens: bytes, end: int) -> Node:
+        """A node on the path of `tokens` that reaches `end`; what of the path is not there is attached, empty."""
+        tree = self.tree
+        path = tree.walk(root, tokens)
+        if path.depth < end:
+            above = tree.node_ending(path.nodes[-1], path.depth) if path.nodes else root.top
+            return tree.attach(above, tokens[path.depth * tree.page_bytes :], end - path.depth)
+        node = path.nodes[-1]
+        if tree.closed and node.end > end and not tree.copy_in(node, HOST).count and not node.device.count:
+            return tree.split(node, end - node.start)  # somebody holds it, with nothing in it: all of it or none
+        return node
+
+    # ---- backups
+
+    def begin_backups(self, span: Span) -> list[StoreOperation]:
+        """Start to back up what host has of `span`, and of earlier ones that had to wait for pages above them."""
+        spans, self.later = [*self.later, span], []
+        begun = [operation for each in spans for operation in self._begin_backup(each)]
+        dropped = max(0, len(self.later) - _MOST_LATER)
+        self.ledger.counts["backups_dropped"] += dropped
+        del self.later[:dropped]
+        return begun
+
+    def _begin_backup(self, span: Span) -> list[StoreOperation]:
+        tree, node, first = self.tree, span.node, span.first
+        if not node.alive or not node.root.hooked:
+            return []
+        last = min(span.last, node.end)
+        if tree.closed:
+            # Only what host has from the root on, without a gap, can be held there: a node above that is on the device
+            # alone may have to go, and takes with it what is below.
+            whole = self._whole_on_host(node)
+            if whole < last and self._any_on_host(node, max(first, whole), last):
+                self.later.append(Span(max(first, whole), last, node))
+            last = min(last, whole)
+        if first >= last:
+            return []
+        anchor = tree.cover(node, last - 1, last)[0][0]
+        host = tree.copy_in(anchor, HOST)
+        if tree.closed and host.count < anchor.n:
+            anchor = tree.split(anchor, host.count)
+        found = self._on_host(anchor, first, last)
+        if not found:
+            return []
+        where = {g: ranges(pieces) for g, pieces in found.items()}
+        first = min([spans[0][0] for spans in where.values()])
+        last = max([spans[-1][1] for spans in where.values()])
+        held = {(HOST, g): joined(pieces) for g, pieces in found.items()}
+        op = self.ledger.number()
+        self.backups[op] = hold(tree, anchor, (HOST,), (first, last), held)
+        self.ledger.counts["backups"] += 1
+        pages = {tree.groups[g].name: spread(where[g], ids, first, last) for (_, g), ids in held.items()}
+        return [StoreOperation(op, node.root.namespace, first, self._hashes_on(anchor, first, last), pages)]
+
+    def backup_done(self, op: int, ok: bool) -> None:
+        holder = self.backups.pop(op, None)
+        if holder is None:
+            raise ValueError(f"no backup with number {op!r} is under way")
+        self.ledger.counts["backups_failed"] += not ok
+        holder.let_go(self.tree)
+
+    def _whole_on_host(self, node: Node) -> int:
+        """To which depth of the path to `node` host has every page of closed groups."""
+        for at in self.tree.path_to(node).nodes:
+            count = self.tree.copy_in(at, HOST).count
+            if count < at.n:
+                return at.start + count
+        return node.end
+
+    def _any_on_host(self, node: Node, first: int, last: int) -> bool:
+        return any(self.tree.copy_in(at, HOST).count > low for at, low, _ in self.tree.cover(node, first, last))
+
+    def _on_host(self, node: Node, first: int, last: int) -> dict[int, list[Run]]:
+        """By group: the host pages of [first, last) on the path to `node`, root side first."""
+        tree = self.tree
+        found: dict[int, list[Run]] = {}
+        for at, low, high in reversed(tree.cover(node, first, last)):
+            for g, pages in enumerate(tree.copy_in(at, HOST).pages):
+                if not pages:
+                    continue
+                pieces = found.setdefault(g, [])
+                if g in tree.slots:
+                    if high == at.n:
+                        pieces.append((at.end - 1, pages.to_bytes(4, "little")))
+                    continue
+                ids = as_ids(pages[4 * low : 4 * high])
+                begin = at.start + low
+                for a, b in runs(ids.nonzero()[0].astype(np.int32)):
+                    pieces.append((begin + a, ids[a:b].tobytes()))
+        return {g: pieces for g, pieces in found.items() if pieces}
+
+    def _hashes_on(self, node: Node, first: int, last: int) -> list[bytes]:
+        hash_path(self.tree, node, first, last)
+        parts = reversed(self.tree.cover(node, first, last))
+        digests = b"".join([bytes(at.hashes or b"")[32 * low : 32 * high] for at, low, high in parts])
+        return [digests[at : at + 32] for at in range(0, len(digests), 32)]
+
+
+class _Imagined(Path):
+    """A path on which everything before `start` is at hand, and beyond it what a store is said to have."""
+
+    __slots__ = ("start", "there")
+
+    def __init__(self, tree: Tree, start: int, there: Mapping[str, npt.NDArray[Any]]) -> None:
+        self.tree = tree
+        self.start = start
+        self.there = [np.asarray(there.get(group.name, ()), np.bool_) for group in tree.groups]
+        self.depth = start + max([len(pages) for pages in self.there], default=0)
+
+    def last_missing(self, index: int, low: int, high: int) -> int:
+        pages = self.there[index]
+        for column in range(high - 1, max(low, self.start) - 1, -1):
+            at = column - self.start
+            if at >= len(pages) or not pages[at]:
+                return column
+        return -1
+
+    def deepest_closed(self, limit: int) -> int:
+        run = self.depth - self.start
+        for g in self.tree.closed:
+            pages = self.there[g]
+            gaps = (~pages).nonzero()[0]
+            run = min(run, int(gaps[0]) if len(gaps) else len(pages))
+        return min(limit, self.start + run)
+
+    def deepest_slot(self, index: int, limit: int) -> int:
+        at = self.there[index][: max(0, limit - self.start)].nonzero()[0]
+        return self.start + int(at[-1]) + 1 if len(at) else self.start
+
+
+def _within(spans: Ranges, first: int, last: int) -> Ranges:
+    """The parts of `spans` that lie in [first, last)."""
+    cut = [(max(low, first), min(high, last)) for low, high in spans]
+    return [(low, high) for low, high in cut if low < high]

@@ -1,0 +1,230 @@
+"""The store: what a new request lacks is looked up there, fetched to host, and found there by its admission.
+
+    submit --- enough is missing here ---> lookup ---> enough is there ---> fetch ---> lands on host
+                      |                      |                                |
+                      +------- else ---------+--- too late, failed: ----------+----> the request waits to come in
+
+A request that is fetching holds nothing; whoever is behind it goes on. An operation belongs to the cache, not to those
+who wait for it: they may end or lose patience, and it still keeps its pages until its event comes. What host has been
+given is backed up.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from sapwood.cache import HybridPrefixCache, Namespace, Span, StoreOperation
+
+from .config import SchedulerConfig
+from .events import BackupDone, FetchDone, LookupDone, ProtocolError
+from .queue import Queue
+from .request import WAITING, Request
+
+
+class Lookup(NamedTuple):
+    """Ask the store: how many of these pages, from the first on, could it serve? (`cache.servable_run` tells what of
+    each group that takes.)"""
+
+    op: int
+    namespace: Namespace
+    start_page: int
+    hashes: list[bytes]
+
+
+class _Search:
+    """One lookup, and then perhaps one fetch, for everybody who lacks the same pages."""
+
+    __slots__ = ("deadline", "first", "hashes", "pages", "seeker", "waiters")
+
+    def __init__(self, seeker: Request, first: int, hashes: list[bytes], deadline: int) -> None:
+        self.seeker = seeker  # whose prompt it is
+        self.first = first
+        self.hashes = hashes
+        self.deadline = deadline
+        self.pages = 0  # that are fetched, once they are
+        self.waiters: dict[Request, bool] = {}  # and whether each has looked before, and joined another then
+
+
+class Prefetch:
+    def __init__(self, config: SchedulerConfig, cache: HybridPrefixCache, waiting: Queue) -> None:
+        self.config = config
+        self.cache = cache
+        self.waiting = waiting
+        self.ticks = 0
+        self.fresh: list[Request] = []  # have not been looked at
+        self.lookups: list[Lookup] = []  # for the next plan
+        self.fetches: list[StoreOperation] = []
+        self.backups: list[StoreOperation] = []
+        self.looking: dict[int, _Search] = {}  # by operation
+        self.fetching: dict[int, _Search] = {}
+        self.backing: set[int] = set()
+        self.by_hash: dict[bytes, _Search] = {}  # first missing page -> who is after it
+        self.seeking: dict[Request, _Search] = {}  # who waits for what
+        self.counts = {"lookups": 0, "joined": 0, "hits": 0, "late": 0}
+
+    @property
+    def waiters(self) -> int:
+        """How many requests wait for the store."""
+        return len(self.seeking)
+
+    def stats(self) -> dict[str, int]:
+        """Operations under way, and what was done so far."""
+        under_way = {"looking": len(self.looking), "fetching": len(self.fetching), "backing": len(self.backing)}
+        return {**under_way, **self.counts}
+
+    # ---- plans
+
+    def arrives(self, request: Request) -> None:
+        if request.reads:
+            self.fresh.append(request)
+
+    def look(self) -> None:
+        """Before a plan: what do those who came since the last one lack?"""
+        fresh, self.fresh = self.fresh, []
+        for request in fresh:
+            if request.phase is WAITING:
+                self._look_for(request, False)
+
+    def _look_for(self, request: Request, again: bool) -> None:
+        missing = self.cache.missing(request.binding, request.tokens, self.config.prefetch_threshold)
+        if missing is None:
+            return
+        search = self.by_hash.get(missing.hashes[0])
+        if search is not None and search.seeker.binding.hooked:
+            self.counts["joined"] += 1
+        else:
+            search = _Search(request, missing.first, missing.hashes, self.ticks + self.config.lookup_ticks)
+            op = self.cache.next_op()
+            self.by_hash[missing.hashes[0]] = self.looking[op] = search
+            self.lookups.append(Lookup(op, request.binding.namespace, missing.first, missing.hashes))
+            self.counts["lookups"] += 1
+        self.waiting.remove(request)
+        request.happens("looking in the store")
+        search.waiters[request] = again
+        self.seeking[request] = search
+
+    def take(self) -> tuple[list[Lookup], list[StoreOperation], list[StoreOperation]]:
+        """Lookups, fetches and backups to hand out with a plan."""
+        taken = self.lookups, self.fetches, self.backups
+        self.lookups, self.fetches, self.backups = [], [], []
+        return taken
+
+    def wake_in(self) -> int | None:
+        """Ticks until somebody has waited long enough; None if nobody waits for the store."""
+        deadlines = [search.deadline for search in self.seeking.values()]
+        return max(1, min(deadlines) - self.ticks) if deadlines else None
+
+    # ---- events
+
+    def tick(self, n: int) -> None:
+        """Time passes. Who has waited long enough computes; the operation goes on and keeps what it has."""
+        self.ticks += n
+        if not self.seeking:
+            return
+        for search in list(dict.fromkeys(self.seeking.values())):
+            if search.deadline <= self.ticks:
+                self.counts["late"] += 1
+                self._over(search)
+
+    def lookup_done(self, event: LookupDone) -> None:
+        search = self.looking.get(event.op)
+        if search is None or any(lookup.op == event.op for lookup in self.lookups):
+            raise ProtocolError(f"LookupDone: no lookup with number {event.op!r:.40} is under way")
+        self._pages(event, len(search.hashes))
+        del self.looking[event.op]
+        operation = self._begin_fetch(search, event.pages) if event.pages >= self.config.prefetch_threshold else None
+        if operation is None:
+            self._over(search, search.first + event.pages)
+            return
+        search.pages = event.pages
+        search.deadline = self.ticks + self.config.fetch_ticks + self.config.page_ticks * event.pages
+        self.fetching[operation.op] = search
+        self.fetches.append(operation)
+        self.counts["hits"] += 1
+
+    def _begin_fetch(self, search: _Search, pages: int) -> StoreOperation | None:
+        """The prompt is that of the one who asked; it may have ended meanwhile, while others wait for its pages."""
+        for request in search.waiters:
+            if request.binding.hooked:
+                last, hashes = search.first + pages, search.hashes[:pages]
+                return self.cache.begin_fetch(request.binding, search.seeker.tokens, search.first, last, hashes)
+        return None
+
+    def fetch_done(self, event: FetchDone) -> None:
+        search = self.fetching.get(event.op)
+        if search is None or any(fetch.op == event.op for fetch in self.fetches):
+            raise ProtocolError(f"FetchDone: no fetch with number {event.op!r:.40} is under way")
+        self._ok(event)
+        self._pages(event, search.pages)
+        del self.fetching[event.op]
+        wanted = bool(search.waiters) or event.pages == search.pages  # a part of it is of use to those who wait alone
+        landed = self.cache.fetch_done(event.op, event.ok and wanted, event.pages)
+        self._over(search, search.first + event.pages if landed else 0)
+
+    def back_up(self, span: Span | None) -> None:
+        """Host has these pages now: so shall the store."""
+        if self.config.store and span is not None:
+            for operation in self.cache.begin_backups(span):
+                self.backing.add(operation.op)
+                self.backups.append(operation)
+
+    def backup_done(self, event: BackupDone) -> None:
+        if event.op not in self.backing or any(backup.op == event.op for backup in self.backups):
+            raise ProtocolError(f"BackupDone: no backup with number {event.op!r:.40} is under way")
+        self._ok(event)
+        self.backing.remove(event.op)
+        self.cache.backup_done(event.op, event.ok)
+
+    # ---- those who wait
+
+    def forget(self, request: Request) -> None:
+        """A request that was fetching is over. What is under way for it goes on."""
+        search = self.seeking.pop(request)
+        del search.waiters[request]
+        if not search.waiters:
+            self._leave(search)
+
+    def _over(self, search: _Search, reached: int = 0) -> None:
+        """Everybody who waited for it comes in as any other, at the place where they were. But who had joined, and goes
+        its own way from page `reached` or before, has not asked for its own pages yet. It does so once."""
+        self._leave(search)
+        waiters, search.waiters = search.waiters, {}
+        for request in waiters:
+            del self.seeking[request]
+            request.happens("the store's last word")
+            self.waiting.add(request)
+        for request, again in waiters.items() if reached else ():
+            if (
+                request is not search.seeker
+                and not again
+                and self._parts(request.tokens, search.seeker.tokens, reached)
+            ):
+                self._look_for(request, True)
+
+    def _parts(self, ours: bytes, theirs: bytes, reached: int) -> bool:
+        """Whether our prompt goes on with pages of its own, from `reached` or an earlier page on."""
+        size = 4 * self.config.page_size
+        common = min(len(ours), len(theirs))
+        differ = (np.frombuffer(ours, np.int32, common // 4) != np.frombuffer(theirs, np.int32, common // 4)).nonzero()[
+            0
+        ]
+        page = (4 * int(differ[0]) if len(differ) else common) // size
+        return page <= reached and page < len(ours) // size
+
+    def _leave(self, search: _Search) -> None:
+        if self.by_hash.get(search.hashes[0]) is search:
+            del self.by_hash[search.hashes[0]]
+
+    @staticmethod
+    def _ok(event: FetchDone | BackupDone) -> None:
+        if not isinstance(event.ok, bool):
+            raise ProtocolError(f"{type(event).__name__}: ok must be True or False, got {event.ok!r:.40}")
+
+    @staticmethod
+    def _pages(event: LookupDone | FetchDone, most: int) -> None:
+        if type(event.pages) is not int or not 0 <= event.pages <= most:
+            raise ProtocolError(
+                f"{type(event).__name__}: pages must be an integer from 0 to {most}, got {event.pages!r:.40}"
+            )
