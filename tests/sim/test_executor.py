@@ -129,7 +129,7 @@ SPOILS = {
     "a copy of no group": (lambda p: p.copies.append(PageCopy("more", 1, 2, 4, "before")), "of group 'more'"),
     "a copy at no time": (lambda p: p.copies.append(PageCopy("full", 1, 9, 2, "later")), "runs 'later'"),
     "a step left out": (lambda p: setattr(p, "step", p.step + 1), "step 3 comes after step 1"),
-    "a transfer of another tier": (lambda p: p.lookups.append(1), "has lookups"),
+    "a transfer of another tier": (lambda p: p.lookups.append(1), "there is no store"),
 }
 
 

@@ -102,8 +102,10 @@ def test_a_layout_is_what_its_name_says(layout: str) -> None:
     families = [group.family for group in configs[0].groups]
     for family in ("full", "window", "state"):
         assert (family in layout) == (family in families)
-    assert layout.removesuffix("@host").endswith(f"/{configs[0].page_size}") or "/" not in layout
-    assert layout.endswith("@host") == any(group.host_pages for group in configs[0].groups)
+    name, _, tier = layout.partition("@")
+    assert name.endswith(f"/{configs[0].page_size}") or "/" not in layout
+    assert bool(tier) == any(group.host_pages for group in configs[0].groups)
+    assert all(config.store is (tier in ("store", "pair")) for config in configs)
     for field in ("policy", "mixed", "events", "max_loras", "max_tries", "headroom", "prefix_caching"):
         assert len({getattr(config, field) for config in configs}) > 1, field
 
