@@ -99,10 +99,28 @@ def test_host_pages_serve_what_the_device_has_lost(tmp_path):
     assert with_host.computed_tokens < without.computed_tokens
 
 
+def test_a_store_serves_what_host_has_lost(tmp_path):
+    """Device and host hold two prompts each: the first of five comes back from the store, through host, and no token of
+    its whole pages is computed again.
+
+    Mutation: `_Link.ask_store` puts nothing into the store; or answers every lookup with 0.
+    """
+    blocks = [tuple(range(4 * n, 4 * n + 4)) for n in range(5)]
+    chats = [line(60e3 * at, 2000, 4, *ids) for at, ids in enumerate([*blocks, blocks[0]])]
+    asked = read_trace(write(tmp_path / "t.jsonl", chats))
+    without = replay_trace(asked, device_pages=260, host_pages=260)
+    assert without.cached_tokens == 0
+    stored = replay_trace(asked, device_pages=260, host_pages=260, store_pages=10_000)
+    assert stored.cached_tokens == stored.store_tokens == stored.host_tokens == 1999
+    small = replay_trace(asked, device_pages=260, host_pages=260, store_pages=100)
+    assert small.cached_tokens == 0
+
+
 def test_the_command_prints_a_line_for_each_size(tmp_path, capsys):
     """Mutation: `_replay` runs the first size only."""
     path = write(tmp_path / "t.jsonl", CHATS)
     assert main(["replay", str(path), "--device-pages", "512", "4096", "--host-pages", "0", "1024"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("4 requests") and "0.583" in out[0]
+    assert main(["replay", str(path), "--store-pages", "100"]) == 2
     assert [row.split()[:2] for row in out[2:]] == [["512", "0"], ["512", "1024"], ["4096", "0"], ["4096", "1024"]]

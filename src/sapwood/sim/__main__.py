@@ -34,6 +34,9 @@ def _replay(args: argparse.Namespace) -> int:
         f"{len(asked)} requests of {mean:.0f} tokens in the mean, {blocks} blocks; "
         f"a cache without limits hits {unlimited_rate(asked):.3f} of them\n{_HEAD}\n"
     )
+    if args.store_pages and not all(args.host_pages):
+        sys.stderr.write("python -m sapwood.sim replay: --store-pages needs --host-pages, through which pages come\n")
+        return 2
     for device in args.device_pages:
         for host in args.host_pages:
             begin = time.monotonic()
@@ -54,6 +57,7 @@ def _replay(args: argparse.Namespace) -> int:
                 args.max_num_seqs,
                 args.cache_policy,
                 watch=watch,
+                store_pages=args.store_pages,
             )
             _progress("")
             sys.stdout.write(f"{_line(done)}  {time.monotonic() - begin:6.0f}\n")
@@ -62,7 +66,7 @@ def _replay(args: argparse.Namespace) -> int:
 
 
 _HEAD = (
-    "  device    host  hit rate  by blocks  from host   computed   again  refused  retracted"
+    "  device    host  hit rate  by blocks  from host  from store   computed   again  refused  retracted"
     "    queue mean/p99 s    first token mean/p99 s   hours   took s"
 )
 
@@ -70,6 +74,7 @@ _HEAD = (
 def _line(done: Replayed) -> str:
     return (
         f"{done.device_pages:8d}{done.host_pages:8d}{done.hit_rate:10.3f}{done.block_rate:11.3f}{done.host_rate:11.3f}"
+        f"{done.store_rate:12.3f}"
         f"{done.computed_tokens:11d}{done.recomputed_tokens:8d}{done.refused:9d}{done.retractions:11d}"
         f"{done.queueing[0]:11.2f} /{done.queueing[1]:8.2f}{done.first_token[0]:15.2f} /{done.first_token[1]:8.2f}"
         f"{done.seconds / 3600:8.2f}"
@@ -151,6 +156,7 @@ def _add_replay(commands: Any) -> None:
     command.add_argument(
         "--host-pages", type=_number(0), nargs="+", default=[0], metavar="N", help="in host memory (default 0)"
     )
+    command.add_argument("--store-pages", type=_number(0), default=0, metavar="N", help="in a store behind it (0)")
     command.add_argument("--page-size", "--block-size", type=_number(1), default=16, metavar="N", help="tokens (16)")
     command.add_argument("--max-num-batched-tokens", type=_number(1), default=8192, metavar="N", help="a step (8192)")
     command.add_argument("--max-num-seqs", type=_number(1), default=256, metavar="N", help="live requests (256)")

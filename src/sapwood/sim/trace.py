@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import json
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,17 @@ import numpy as np
 import numpy.typing as npt
 
 from sapwood.cache import CacheGroup, Operation
-from sapwood.scheduler import LoadDone, RequestSpec, SaveDone, Scheduler, SchedulerConfig
+from sapwood.scheduler import (
+    BackupDone,
+    Event,
+    FetchDone,
+    LoadDone,
+    LookupDone,
+    RequestSpec,
+    SaveDone,
+    Scheduler,
+    SchedulerConfig,
+)
 
 from .cost import CostModel, SimulatedExecutor
 
@@ -26,6 +37,8 @@ BLOCK = 512  # tokens of one hash id
 _MOST_BLOCKS = (2**31 - 1) // BLOCK
 _LINK = 55e9  # bytes a second, each way between device and host
 _START = 20e-6  # seconds until a transfer moves its first byte
+_STORE = 2e9  # bytes a second, each way between host and store
+_ANSWER = 1e-3  # seconds until a store answers
 _LOOK = 256  # plans between two looks of whoever watches
 
 
@@ -91,11 +104,13 @@ class Replayed:
 
     device_pages: int
     host_pages: int
+    store_pages: int
     requests: int
     refused: int
     prompt_tokens: int
     cached_tokens: int
     host_tokens: int  # of those, loaded from host
+    store_tokens: int  # and of those, brought there from the store
     cached_blocks: int
     blocks: int
     computed_tokens: int  # of prompts, the first time
@@ -115,45 +130,95 @@ class Replayed:
         return self.host_tokens / max(1, self.prompt_tokens)
 
     @property
+    def store_rate(self) -> float:
+        return self.store_tokens / max(1, self.prompt_tokens)
+
+    @property
     def block_rate(self) -> float:
         return self.cached_blocks / max(1, self.blocks)
 
 
-class _Link:
-    """Transfers between device and host: one after the other in each direction."""
+class _Store:
+    """Pages by hash, the least recently used of which go when there are too many."""
 
-    def __init__(self, page_bytes: float) -> None:
+    def __init__(self, pages: int) -> None:
+        self.pages = pages
+        self.kept: OrderedDict[bytes, None] = OrderedDict()
+
+    def run(self, hashes: Sequence[bytes]) -> int:
+        """How many of these, from the first on, are there."""
+        for at, one in enumerate(hashes):
+            if one not in self.kept:
+                return at
+            self.kept.move_to_end(one)
+        return len(hashes)
+
+    def put(self, hashes: Sequence[bytes]) -> None:
+        for one in hashes:
+            self.kept[one] = None
+            self.kept.move_to_end(one)
+        while len(self.kept) > self.pages:
+            self.kept.popitem(last=False)
+
+
+class _Link:
+    """Transfers between device, host and store: one after the other in each direction."""
+
+    def __init__(self, page_bytes: float, store_pages: int) -> None:
         self.page_bytes = page_bytes
-        self.free = {"load": 0.0, "save": 0.0}
-        self.coming: list[tuple[float, int, str]] = []
+        self.store = _Store(store_pages)
+        self.free = {"load": 0.0, "save": 0.0, "fetch": 0.0, "backup": 0.0}
+        self.coming: list[tuple[float, int, Event]] = []
 
     def start(self, kind: str, operations: Sequence[Operation], now: float) -> None:
         for operation in operations:
             pages = sum(int(np.count_nonzero(sources)) for sources, _ in operation.pages.values())
-            begin = max(now, self.free[kind])
-            self.free[kind] = begin + _START + pages * self.page_bytes / _LINK
-            heapq.heappush(self.coming, (self.free[kind], operation.op, kind))
+            done = LoadDone(operation.op, True) if kind == "load" else SaveDone(operation.op, True)
+            self._takes(kind, now, _START + pages * self.page_bytes / _LINK, done)
 
-    def arrived(self, now: float) -> Iterator[LoadDone | SaveDone]:
+    def ask_store(self, plan: Any, now: float) -> None:
+        """What is there is decided by what a fetch finds, not by what a lookup was told."""
+        for asked in plan.lookups:
+            answer = LookupDone(asked.op, self.store.run(asked.hashes))
+            heapq.heappush(self.coming, (now + _ANSWER, asked.op, answer))
+        for fetch in plan.fetches:
+            pages = self.store.run(fetch.hashes)
+            took = _ANSWER + pages * self.page_bytes / _STORE
+            self._takes("fetch", now, took, FetchDone(fetch.op, pages > 0, pages))
+        for backup in plan.backups:
+            self.store.put(backup.hashes)
+            took = _ANSWER + len(backup.hashes) * self.page_bytes / _STORE
+            self._takes("backup", now, took, BackupDone(backup.op, True))
+
+    def _takes(self, kind: str, now: float, seconds: float, event: Any) -> None:
+        self.free[kind] = max(now, self.free[kind]) + seconds
+        heapq.heappush(self.coming, (self.free[kind], event.op, event))
+
+    def arrived(self, now: float) -> Iterator[Event]:
         while self.coming and self.coming[0][0] <= now:
-            _, op, kind = heapq.heappop(self.coming)
-            yield LoadDone(op, True) if kind == "load" else SaveDone(op, True)
+            yield heapq.heappop(self.coming)[2]
 
 
 class TraceReplay:
     """One trace through one scheduler."""
 
     def __init__(
-        self, asked: Sequence[Asked], config: SchedulerConfig, model: CostModel, watch: Callable[[int, float], None]
+        self,
+        asked: Sequence[Asked],
+        config: SchedulerConfig,
+        model: CostModel,
+        watch: Callable[[int, float], None],
+        store_pages: int = 0,
     ) -> None:
         self.asked = asked
         self.config = config
         self.scheduler = Scheduler(config)
         self.executor = SimulatedExecutor(model)
-        self.link = _Link(model.kv_bytes * config.page_size)
+        self.link = _Link(model.kv_bytes * config.page_size, store_pages)
         self.watch = watch
         self.next = 0  # of the requests that have not arrived
         self.refused = 0
+        self.fetched = 0  # pages that came from the store
         self.begun: dict[str, float] = {}
         self.waited: list[float] = []
         self.first: dict[str, float] = {}
@@ -164,7 +229,9 @@ class TraceReplay:
         plans = 0
         while True:
             self._arrive()
-            self._close(scheduler.advance(list(self.link.arrived(executor.seconds))))
+            events = list(self.link.arrived(executor.seconds))
+            self.fetched += sum(event.pages for event in events if isinstance(event, FetchDone))
+            self._close(scheduler.advance(events))
             plan = scheduler.next_plan()
             self._close(plan.ended)
             if plan.empty:
@@ -173,11 +240,12 @@ class TraceReplay:
                 continue
             self.link.start("load", plan.loads, executor.seconds)
             self.link.start("save", plan.saves, executor.seconds)
+            self.link.ask_store(plan, executor.seconds)
             for id in plan.batch.ids[len(plan.batch.ids) - self._chunks(plan) :]:
                 self._began(id)
-            events = executor.execute(plan)
+            done = executor.execute(plan)
             self._tokens(plan)
-            self._close(scheduler.advance(events))
+            self._close(scheduler.advance(done))
             plans += 1
             if plans % _LOOK == 0:
                 self.watch(self.sums["ended"], self.sums["cached"] / max(1, self.sums["prompt"]))
@@ -243,11 +311,13 @@ class TraceReplay:
         return Replayed(
             group.device_pages,
             group.host_pages,
+            self.link.store.pages,
             sums["ended"],
             self.refused,
             sums["prompt"],
             sums["cached"],
             min(sums["cached"], stats["cache"]["transfers"]["pages_loaded"] * self.config.page_size),
+            min(sums["cached"], self.fetched * self.config.page_size),
             sums["cached_blocks"],
             sums["blocks"],
             sums["computed"],
@@ -276,13 +346,15 @@ def replay_trace(
     policy: str = "fcfs",
     model: CostModel | None = None,
     watch: Callable[[int, float], None] = lambda done, rate: None,
+    store_pages: int = 0,
 ) -> Replayed:
-    """Run a trace through a scheduler with one full-attention group of this many pages."""
+    """Run a trace through a scheduler with one full-attention group of this many pages. A store needs host pages."""
     config = SchedulerConfig(
         page_size=page_size,
         groups=[CacheGroup("attention", "full", device_pages, host_pages)],
         max_batch_tokens=max_batch_tokens,
         max_batch_size=max_batch_size,
         policy=policy,
+        store=store_pages > 0,
     )
-    return TraceReplay(asked, config, model or CostModel(), watch).run()
+    return TraceReplay(asked, config, model or CostModel(), watch, store_pages).run()
