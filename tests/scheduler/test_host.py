@@ -76,7 +76,7 @@ class Hosted:
 
 
 @each_policy
-@pytest.mark.parametrize("layout", ["full", "full+window", "full+state"])
+@each_layout
 def test_t01_what_the_device_has_lost_is_loaded_from_host(layout, policy):
     """A prompt is computed, written to host, evicted from the device and asked for again: it is loaded, not computed,
     and every read is right.

@@ -5,7 +5,7 @@ from .events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from .explain import Explanation
 from .facade import HybridPrefixCache
 from .families import Family, register_family
-from .group import CacheGroup
+from .group import CacheGroup, whole_number
 from .lease import Binding, Lease, Match, PageCopy, Span
 from .load import Landed
 from .namespace import Namespace
@@ -41,4 +41,5 @@ __all__ = [
     "StoreOperation",
     "register_family",
     "token_bytes",
+    "whole_number",
 ]

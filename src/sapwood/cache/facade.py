@@ -378,6 +378,11 @@ class HybridPrefixCache:
         """Start to copy real pages to host; None if there is nothing to do or no room."""
         return self._saves.begin_save(span)
 
+    @property
+    def foresees_eviction(self) -> bool:
+        """Whether `cold_spans` can tell what goes next: where no group is closed, it cannot."""
+        return bool(self._tree.closed)
+
     def cold_spans(self, most: int) -> list[Span]:
         """What the device is going to lose next for good, if fewer than an eighth of its pages are free: up to `most`
         spans worth saving first. Empty where no group is closed."""

@@ -186,8 +186,7 @@ class Book:
         assert request.lease is not None
         del self.owners[request.lease]
         request.lease = None
-        self.tables.give_slot(request.slot)
-        request.slot = -1
+        self.vacate(request)
 
     def take_ended(self) -> list[Ended]:
         ended, self.ended = self.ended, []

@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sapwood.cache import CacheGroup
+from sapwood.cache import CacheGroup, whole_number
 
 from .policy import POLICIES
 
 _MOST = 2**31 - 1
-
-
-def whole(what: str, value: object, low: int, high: int) -> int:
-    """`value` if it is an int within bounds, else a ValueError that names the field, the value and what is right."""
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ValueError(f"{what} must be an integer from {low} to {high}, got {value!r:.60}")
-    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +20,9 @@ class SchedulerConfig:
     max_batch_size       live requests: those that hold memory
     max_loras            different adapters in one batch; 0: no cap
     mixed                prefills and decodes in one batch, decodes first; else a batch is of one kind, prefills first
+    host_policy          "through": pages are written to host when they are computed; "evict": only a few at a time of those
+                         the device will lose next, once less than an eighth of it is free (what goes faster is lost).
+                         Without a group that keeps everything there is no telling, and it is "through"
     policy               who comes in next, by name ("fcfs", "prefix")
     max_tries            how often a request that fails alone is tried before it ends as `failed`
     max_overtaken        how many later requests may come in before one that has to wait
@@ -64,18 +60,18 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", tuple(self.groups))
-        whole("max_batch_tokens", self.max_batch_tokens, 1, _MOST)
-        whole("max_batch_size", self.max_batch_size, 1, 1 << 20)
-        whole("max_loras", self.max_loras, 0, 1 << 20)
-        whole("overlap", self.overlap, 0, 1)
-        whole("prefetch_threshold", self.prefetch_threshold, 1, _MOST)
-        whole("max_tries", self.max_tries, 1, 1 << 20)
-        whole("max_overtaken", self.max_overtaken, 0, _MOST)
-        whole("headroom", self.headroom, 0, _MOST)
-        whole("checkpoint_interval", self.checkpoint_interval, 1, _MOST)
-        whole("lookup_ticks", self.lookup_ticks, 1, _MOST)
-        whole("fetch_ticks", self.fetch_ticks, 1, _MOST)
-        whole("page_ticks", self.page_ticks, 0, _MOST)
+        whole_number("max_batch_tokens", self.max_batch_tokens, 1, _MOST)
+        whole_number("max_batch_size", self.max_batch_size, 1, 1 << 20)
+        whole_number("max_loras", self.max_loras, 0, 1 << 20)
+        whole_number("overlap", self.overlap, 0, 1)
+        whole_number("prefetch_threshold", self.prefetch_threshold, 1, _MOST)
+        whole_number("max_tries", self.max_tries, 1, 1 << 20)
+        whole_number("max_overtaken", self.max_overtaken, 0, _MOST)
+        whole_number("headroom", self.headroom, 0, _MOST)
+        whole_number("checkpoint_interval", self.checkpoint_interval, 1, _MOST)
+        whole_number("lookup_ticks", self.lookup_ticks, 1, _MOST)
+        whole_number("fetch_ticks", self.fetch_ticks, 1, _MOST)
+        whole_number("page_ticks", self.page_ticks, 0, _MOST)
         for field in ("mixed", "store", "events", "prefix_caching"):
             if not isinstance(getattr(self, field), bool):
                 raise ValueError(f"{field} must be True or False, got {getattr(self, field)!r:.60}")

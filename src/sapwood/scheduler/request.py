@@ -8,9 +8,8 @@ from typing import Any, Final
 
 import numpy.typing as npt
 
-from sapwood.cache import Binding, HybridPrefixCache, Lease, Namespace, token_bytes
+from sapwood.cache import Binding, HybridPrefixCache, Lease, Namespace, token_bytes, whole_number
 
-from .config import whole
 from .events import ProtocolError
 
 _MOST = 2**31 - 1
@@ -201,9 +200,9 @@ def _check_numbers(spec: RequestSpec) -> None:
         if 0 <= least <= most and 0 < most <= _MOST and -_MOST <= priority <= _MOST:
             if type(spec.reads_cache) is bool and type(spec.writes_cache) is bool:
                 return
-    whole("max_tokens", most, 1, _MOST)
-    whole("min_tokens", least, 0, most)
-    whole("priority", priority, -_MOST, _MOST)
+    whole_number("max_tokens", most, 1, _MOST)
+    whole_number("min_tokens", least, 0, most)
+    whole_number("priority", priority, -_MOST, _MOST)
     for name in ("reads_cache", "writes_cache"):
         if not isinstance(getattr(spec, name), bool):
             raise ValueError(f"{name} must be True or False, got {getattr(spec, name)!r:.60}")
@@ -224,7 +223,7 @@ def checked(spec: RequestSpec, cache: HybridPrefixCache) -> bytes:
             if isinstance(spec.eos, (str, bytes)) or len(spec.eos) > _MOST_EOS:
                 raise ValueError(f"eos must be at most {_MOST_EOS} tokens, got {spec.eos!r:.60}")
             for token in spec.eos:
-                whole("a token of eos", token, 0, _MOST)
+                whole_number("a token of eos", token, 0, _MOST)
     except (ValueError, TypeError) as error:
         raise Refused(spec.id, str(error)) from None
     length = len(tokens) // 4

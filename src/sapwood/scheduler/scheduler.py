@@ -91,10 +91,7 @@ class Scheduler:
         """What has happened, in order. Returns the requests that are over. ProtocolError for an event that cannot
         happen: it changes nothing; those before it have been applied, and their ends are told by the next call."""
         for event in events:
-            if type(event) is StepDone:
-                self._outcome.done(event)
-            else:
-                self._apply(event)
+            self._apply(event)
         return self._book.take_ended()
 
     def _apply(self, event: Event) -> None:

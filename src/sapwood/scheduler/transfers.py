@@ -18,7 +18,7 @@ _SAVES = 8  # transfers under way at most, if pages are saved only before they a
 class Transfers:
     def __init__(self, cache: HybridPrefixCache, through: bool) -> None:
         self.cache = cache
-        self.through = through and cache.has_host
+        self.through = cache.has_host and (through or not cache.foresees_eviction)
         self.loads: list[Operation] = []  # for the next plan
         self.saves: list[Operation] = []
         self.under_way: dict[int, str] = {}
