@@ -20,8 +20,8 @@ class SchedulerConfig:
     max_batch_size       live requests: those that hold memory
     max_loras            different adapters in one batch; 0: no cap
     mixed                prefills and decodes in one batch, decodes first; else a batch is of one kind, prefills first
-    host_policy          "through": pages are written to host when they are computed; "evict": only a few at a time of those
-                         the device will lose next, once less than an eighth of it is free (what goes faster is lost).
+    host_policy          "through": pages are written to host when they are computed; "evict": only a few at a time, of
+                         those the device will lose next, once less than an eighth of it is free (a burst loses some).
                          Without a group that keeps everything there is no telling, and it is "through"
     policy               who comes in next, by name ("fcfs", "prefix")
     max_tries            how often a request that fails alone is tried before it ends as `failed`
