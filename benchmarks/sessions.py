@@ -191,7 +191,7 @@ class Driver:
             if not turn.position % PAGE:
                 crossed.append(turn)
                 pages.append(turn.chat[4 * turn.position - PAGE_BYTES : 4 * turn.position])
-        full, leases = b"".join(pages), [turn.lease for turn in crossed]
+        leases = [turn.lease for turn in crossed]
         over = [turn for turn in self.decoding if turn.position == turn.last]
         ending = set(map(id, over))
         slid = [(turn.lease, turn.position) for turn in crossed + rows if id(turn) not in ending]
@@ -200,8 +200,8 @@ class Driver:
         landed: list[Lease] = []
         begin = clock()
         if leases:
-            cache.publish_rows(leases, full)
-        spans = cache.step_commit(step).real
+            cache.publish_rows(leases, pages)
+        spans = list(cache.step_commit(step).real)
         for turn in over:
             span = cache.finish_request(turn.lease, b"", turn.last, None)
             if span is not None:

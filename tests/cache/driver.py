@@ -242,7 +242,7 @@ class Engine:
         while lease.depth < request.real // self.page:
             before = lease.depth
             page = known[4 * self.page * before : 4 * self.page * (before + 1)]
-            self.cache.publish_rows([lease], page)
+            self.cache.publish_rows([lease], [page])
             if lease.depth == before:
                 return
 

@@ -278,7 +278,7 @@ LEASED = {
     "grow_rows": lambda cache, lease: cache.grow_rows([lease]),
     "slide": lambda cache, lease: cache.slide(lease, 17),
     "publish": lambda cache, lease: cache.publish(lease, RAW, 2, 1),
-    "publish_rows": lambda cache, lease: cache.publish_rows([lease], RAW[: 4 * PAGE]),
+    "publish_rows": lambda cache, lease: cache.publish_rows([lease], [RAW[: 4 * PAGE]]),
     "checkpoint": lambda cache, lease: cache.checkpoint(lease, 2, 1),
     "roll_checkpoint": lambda cache, lease: cache.roll_checkpoint(lease, 2, 1),
     "rewind": lambda cache, lease: cache.rewind(lease, 8),

@@ -91,8 +91,8 @@ def test_duplicates_of_ended_requests_are_forgotten_under_steady_overlap() -> No
 WRONG = {
     "publish more than the lease has": lambda c, lease, prompt: c.publish(lease, prompt, 4, 1),
     "publish more than the tokens": lambda c, lease, prompt: c.publish(lease, prompt[:16], 2, 1),
-    "publish a row without a page": lambda c, lease, prompt: c.publish_rows([lease] * 1, token_bytes(toks(3, 4))),
-    "publish half a row": lambda c, lease, prompt: c.publish_rows([lease], prompt[:8]),
+    "publish a row without a page": lambda c, lease, prompt: c.publish_rows([lease], [token_bytes(toks(3, 4))]),
+    "publish half a row": lambda c, lease, prompt: c.publish_rows([lease], [prompt[:8]]),
     "fill beyond the lease": lambda c, lease, prompt: c.finish_request(lease, prompt[:64], 24, None),
 }
 

@@ -12,7 +12,7 @@ from .lease import Lease, Match, Sibling, hold
 from .load import Loads
 from .node import Node
 from .path import Path
-from .pool import FLIGHT, LEASE, UNHOOKED, Ids
+from .pool import FLIGHT, FREE, LEASE, UNHOOKED, Ids
 from .room import Room
 from .runs import HOLE, present
 from .transfer import Operation, Transfer
@@ -51,6 +51,7 @@ class Desk:
         self.tree = tree
         self.room = room
         self.loads = loads
+        self.plain = not (tree.loose or tree.slots)
 
     def wish(self, match: Match, upto: int) -> Wish:
         """What it takes to admit `match` and give it pages up to token `upto`."""
@@ -175,6 +176,10 @@ class Desk:
     def admit(self, match: Match, upto: int, keep: Keep) -> tuple[Lease, Operation | None] | None:
         """A lease on everything `match` promised, with private pages up to token `upto`; or None, nothing changed."""
         tree, room = self.tree, self.room
+        if self.plain and match.path.tier == DEVICE and match.sibling is None:
+            lease = self._admit_plain(match, upto, keep)
+            if lease is not None:
+                return lease, None
         wish = self.wish(match, upto)
         need = wish.need if keep is NOTHING_KEPT else self._ahead(wish, upto, keep)
         sibling = match.sibling
@@ -205,6 +210,29 @@ class Desk:
         if not lease.waits:
             self.extend(lease, {g: wish.need[g] for g in tree.paged if wish.need[g]})
         return lease, operation
+
+    def _admit_plain(self, match: Match, upto: int, keep: Keep) -> Lease | None:
+        """`admit`, if it is as simple as it mostly is: closed groups alone, everything on the device, and free pages
+        enough. None if it is not; then nothing has changed."""
+        tree = self.tree
+        size, depth = tree.page_size, match.depth
+        columns = -(-upto // size)
+        need = columns - depth if columns > depth else 0
+        ahead = -(-keep.tokens // size) - depth
+        most = (ahead if ahead > need else need) + keep.pages
+        pools = tree.pools[DEVICE]
+        for g in tree.closed:
+            if most > pools[g].counts[FREE]:
+                return None
+        lease, nodes = self._anchored(match, depth)
+        for g in tree.closed:
+            table = lease.tables[g] = bytearray().join([node.device.pages[g] for node in nodes])
+            lease.upto[g] = depth
+            if need:
+                table += pools[g].take(need, LEASE)
+        if tree.promises:
+            note_promises(tree, lease)
+        return lease
 
     def _ahead(self, wish: Wish, upto: int, keep: Keep) -> dict[int, int]:
         """What must be there for the admission and what is to be kept beside it."""
@@ -249,26 +277,8 @@ class Desk:
         """Pin the path and read the pages the lease needs of it."""
         tree = self.tree
         root = match.binding._root
-        nodes = match.path.nodes.copy()
-        node = root.top
-        if wish.depth:
-            while nodes[-1].start >= wish.depth:
-                nodes.pop()
-            node = nodes[-1]
-            if node.start + node.n > wish.depth:
-                node = nodes[-1] = tree.split(node, wish.depth - node.start)
-        elif nodes:
-            nodes = []
-        lease = Lease(match.binding, node, wish.depth, len(tree.groups))
-        root.holders[lease] = None
-        if root.hooked:
-            tree.pin(node, DEVICE)
-        else:
-            lease.detached = True
-            tree.unhooked[root] = None
-        lease.boundary = match.boundary
-        lease.length = match.length
-        lease.start = min(match.boundary * tree.page_size, match.length - 1)
+        lease, nodes = self._anchored(match, wish.depth)
+        node = lease.node
         if wish.load or wish.joined:
             lease.wanted = wish.spans
         else:
@@ -291,6 +301,33 @@ class Desk:
                 page = match.tokens[(cut - 1) * tree.page_bytes : cut * tree.page_bytes]
                 root.makers.setdefault(cut, {}).setdefault(page, []).append(lease)
         return lease
+
+    def _anchored(self, match: Match, depth: int) -> tuple[Lease, list[Node]]:
+        """A lease that holds the path down to `depth`, and the nodes of that path."""
+        tree = self.tree
+        root = match.binding._root
+        nodes = match.path.nodes.copy()
+        node = root.top
+        if depth:
+            while nodes[-1].start >= depth:
+                nodes.pop()
+            node = nodes[-1]
+            if node.start + node.n > depth:
+                node = nodes[-1] = tree.split(node, depth - node.start)
+        elif nodes:
+            nodes = []
+        lease = Lease(match.binding, node, depth, len(tree.groups))
+        root.holders[lease] = None
+        if root.hooked:
+            tree.pin(node, DEVICE)
+        else:
+            lease.detached = True
+            tree.unhooked[root] = None
+        start = match.boundary * tree.page_size
+        lease.boundary = match.boundary
+        lease.length = match.length
+        lease.start = start if start < match.length else match.length - 1
+        return lease, nodes
 
     def _read_loose(self, lease: Lease, g: int, wish: Wish, nodes: list[Node]) -> None:
         tree = self.tree
@@ -322,7 +359,7 @@ class Desk:
         """Give the lease so many more private pages of each group. The room is there."""
         pools = self.tree.pools[DEVICE]
         for g, n in need.items():
-            lease.tables[g] += pools[g].allocate(n, LEASE).tobytes()
+            lease.tables[g] += pools[g].take(n, LEASE)
 
     # ---- copy on write
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from . import check as checking
@@ -229,9 +230,8 @@ class HybridPrefixCache:
             return None
         grown = {}
         for g in paged:
-            ids = tree.pools[DEVICE][g].allocate(n, LEASE)
-            grown[self.groups[g].name] = ids
-            raw = ids.tobytes()
+            raw = tree.pools[DEVICE][g].take(n, LEASE)
+            grown[self.groups[g].name] = np.frombuffer(raw, np.int32)
             at = 0
             for lease in leases:
                 table = lease.tables[g]
@@ -245,18 +245,24 @@ class HybridPrefixCache:
             raise ValueError(f"group must be one of {', '.join(self._index)}, got {group!r:.60}")
         return lease.table(self._index[group])
 
+    def tables(self, lease: Lease) -> Sequence[bytearray]:
+        """`table` of every group, in their order, as the bytes of int32. They change as the lease does: copy them."""
+        return lease.tables
+
     def columns(self, lease: Lease) -> int:
         """How many columns its tables have, or will have once they are loaded: pages it reads or was given."""
         most = 4 * lease.boundary if lease.waits else 0
         for g in self._tree.paged:
-            most = max(most, len(lease.tables[g]))
+            if len(lease.tables[g]) > most:
+                most = len(lease.tables[g])
         return most // 4
 
     def reach(self, lease: Lease) -> int:
         """How many tokens its pages hold, in every group."""
         least = 1 << 60
         for g in self._tree.paged:
-            least = min(least, len(lease.tables[g]))
+            if len(lease.tables[g]) < least:
+                least = len(lease.tables[g])
         return least // 4 * self.page_size
 
     def write_from(self, lease: Lease, start: int) -> dict[str, int]:
@@ -297,22 +303,24 @@ class HybridPrefixCache:
             if lease.cuts:
                 self._snapshots.pass_cuts(lease, upto, self._steps.flights)
             steps = self._steps
-            self._publisher.publish(lease, tokens, 0, upto, steps.flight(step), steps.oldest(step))
+            flight = steps.flight(step)
+            self._publisher.publish(lease, tokens, 0, upto, flight, steps.oldest(step) if lease.deps else step)
 
-    def publish_rows(self, leases: Sequence[Lease], pages: bytes) -> None:
-        """Each lease has computed one more page, real already: hand it to the tree. `pages` are their tokens, one page
-        after the other."""
-        if len(pages) != len(leases) * self._tree.page_bytes:
-            raise ValueError(
-                f"pages must be one page of tokens a lease, got {len(pages)} bytes for {len(leases)} leases"
-            )
-        known, paged = self._leases, self._tree.paged
+    def publish_rows(self, leases: Sequence[Lease], pages: Sequence[bytes]) -> None:
+        """Each lease has computed one more page, real already: hand it to the tree. `pages` are their tokens."""
+        size = self._tree.page_bytes
+        if len(pages) != len(leases):
+            raise ValueError(f"pages must be one page of tokens a lease, got {len(pages)} for {len(leases)} leases")
+        for page in pages:
+            if len(page) != size:
+                raise ValueError(f"pages must be of {size} bytes each, got one of {len(page)}")
+        known = self._leases
         for lease in leases:
             if lease not in known:
                 self._live(lease)
-            need = 4 * lease.depth + 4
-            for g in paged:
-                if len(lease.tables[g]) < need:
+        for g in self._tree.paged:
+            for lease in leases:
+                if len(lease.tables[g]) <= 4 * lease.depth:
                     self._has_pages(lease, lease.depth + 1)
         for lease, duplicates in self._publisher.publish_rows(leases, pages):
             self._steps.remember_duplicates(lease, duplicates)
@@ -573,7 +581,10 @@ class HybridPrefixCache:
         """A request counts once: not again when it comes back after a retraction."""
         if match.binding.counted:
             return
-        reason = lease.reason = self._matcher.refine(match)
+        reason = match.reason
+        if len(self._tree.ghosts):
+            reason = self._matcher.refine(match)
+        lease.reason = reason
         match.binding.counted = True
         self._add(lease, 1, reason)
 
@@ -585,11 +596,13 @@ class HybridPrefixCache:
 
     def _add(self, lease: Lease, sign: int, reason: str) -> None:
         self._reasons[reason] = self._reasons.get(reason, 0) + sign
-        length, start = sign * lease.length, sign * lease.start
-        for tally in (self._tally, lease.root.tally):
-            tally["requests"] += sign
-            tally["prompt_tokens"] += length
-            tally["cached_tokens"] += start
+        length, start, all, mine = sign * lease.length, sign * lease.start, self._tally, lease.root.tally
+        all["requests"] += sign
+        all["prompt_tokens"] += length
+        all["cached_tokens"] += start
+        mine["requests"] += sign
+        mine["prompt_tokens"] += length
+        mine["cached_tokens"] += start
         if reason != "hit":
             misses = lease.root.misses
             misses[reason] = misses.get(reason, 0) + sign

@@ -11,6 +11,7 @@ from .node import Node, Root
 from .path import Path, agree
 from .tree import Tree
 
+_match = Match._make
 _SIBLINGS = 4  # how many of the most recent siblings a copy on write looks at
 
 
@@ -28,7 +29,8 @@ class Matcher:
         if not root.hooked:
             return self.nothing(binding, tokens, length, "empty")
         path = tree.walk(root, tokens)
-        path.tier = min(tier, path.tier)
+        if tier < path.tier:
+            path.tier = tier
         if path.wrong:  # whoever comes next guesses right: a hint, it changes no answer
             for node in path.nodes:
                 node.parent.recent = node  # type: ignore[union-attr]
@@ -38,29 +40,23 @@ class Matcher:
         else:
             boundary, limiter = self.boundary(path, length)
             depth = path.deepest_closed(path.depth) if tree.closed else path.depth
-        size = tree.page_size
-        start = min(boundary * size, length - 1)
-        on_device = path.device_closed(path.depth) if tree.closed and path.tier else depth
+        start = boundary * tree.page_size
         sibling = None
-        if self.can_copy and boundary == path.depth and on_device >= boundary and start == boundary * size:
-            sibling = self._sibling(path, tokens, length)
-        cached = start + (sibling.tokens if sibling else 0)
-        pending = self._pending(root, tokens, length, boundary) if tree.slots else 0
+        if start >= length:
+            start = length - 1
+        elif self.can_copy and boundary == path.depth:
+            if not path.tier or not tree.closed or path.device_closed(boundary) >= boundary:
+                sibling = self._sibling(path, tokens, length)
+                if sibling is not None:
+                    start += sibling.tokens
+        cuts: tuple[int, ...] = ()
+        pending = 0
+        if tree.slots:
+            cuts = self._cuts(boundary, depth, length)
+            pending = self._pending(root, tokens, length, boundary)
         reason = self.reason(path, boundary, limiter, length)
-        return Match(
-            boundary,
-            start + (sibling.tokens if sibling else 0),
-            cached,
-            depth,
-            self._cuts(boundary, depth, length) if tree.slots else (),
-            pending,
-            length,
-            reason,
-            binding,
-            tokens,
-            path,
-            sibling,
-            tree.version,
+        return _match(
+            (boundary, start, start, depth, cuts, pending, length, reason, binding, tokens, path, sibling, tree.version)
         )
 
     def nothing(self, binding: Binding, tokens: bytes, length: int, reason: str) -> Match:
@@ -130,8 +126,11 @@ class Matcher:
         if most < 1:
             return None
         last = path.nodes[-1] if path.nodes else path.root.top
+        inside = last.start + last.n > path.depth
+        if not (inside or last.children):
+            return None
         token = tokens[offset : offset + 4]
-        if path.nodes and last.end > path.depth:
+        if inside:
             at = path.depth - last.start
             beside = [last] if last.edge.startswith(token, at * tree.page_bytes) else []
         else:

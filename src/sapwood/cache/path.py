@@ -44,7 +44,10 @@ class Path:
         # Closure: a node keeps a copy somewhere while a child has any, so the deepest one with a copy decides.
         for node in reversed(self.nodes):
             if node.device.count or (self.tier and node.host is not None and node.host.count):
-                return self._readable(min(limit, node.start + node.n))
+                end = node.start + node.n
+                if end > limit:
+                    end = limit
+                return self._readable(end) if self.tree.patient else end
         return 0
 
     def device_closed(self, limit: int) -> int:
@@ -57,7 +60,7 @@ class Path:
     def _readable(self, depth: int) -> int:
         """`depth`, or less where a closed family does not read what is only promised."""
         tree = self.tree
-        if tree.promises and not all(tree.families[g].reads_promised for g in tree.closed):
+        if tree.promises and tree.patient:
             for node in self.nodes:
                 for promise in node.promised or ():
                     if promise.first < promise.last:

@@ -5,13 +5,15 @@ out twice is an error at once and not a wrong answer later. Beside the owner a p
 many leases, copies and transfers read it *by page* (windows, snapshots, and all that was unhooked).
 
 Pages that were given out together mostly lie side by side, and are handed on together: so every operation first looks
-whether its pages are such a run, and then works on a slice.
+whether its pages are such a run, and then works on a slice. Ids come and go as the bytes of int32 that tables are made
+of (`take`, `give`, `hand`), or as arrays (`allocate`, `release`, `move`), which cost a little more.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from struct import Struct
 from typing import Final
 
 import numpy as np
@@ -28,6 +30,7 @@ OWNERS: Final = ("free", "leases", "tree", "flight", "unhooked")[1:]
 _NOBODY: Final = 255  # of the null page
 _FEW: Final = 6  # up to so many pages a loop beats numpy, whose every call costs as much as a dozen turns
 _MARKS: Final = [bytes([owner]) for owner in range(5)]
+_FIRST: Final = Struct("<i").unpack_from
 _NAMES: Final = ("free", "a lease", "the tree", "something in flight", "an unhooked namespace")
 
 
@@ -40,11 +43,10 @@ def _order_upto(capacity: int) -> None:
         _order = np.arange(capacity + 1, dtype=np.int32).tobytes()
 
 
-def _run(ids: Ids, n: int) -> int:
-    """The first of `ids` if they lie side by side, in order (then they are different pages), else 0."""
-    raw = ids.tobytes()
-    first = int.from_bytes(raw[:4], "little")
-    return first if raw == _order[4 * first : 4 * (first + n)] else 0
+def _run(raw: bytes | bytearray) -> int:
+    """The first of these ids if they lie side by side, in order (then they are different pages), else 0."""
+    first = _FIRST(raw)[0]
+    return first if raw == _order[4 * first : 4 * first + len(raw)] else 0
 
 
 class PoolError(RuntimeError):
@@ -60,6 +62,7 @@ class PagePool:
         "_reads",
         "_scratch",
         "_stack",
+        "_stack_bytes",
         "by_page",
         "capacity",
         "counts",
@@ -80,6 +83,7 @@ class PagePool:
         self.owner[0] = _NOBODY
         self._owner = np.frombuffer(self.owner, np.uint8)
         self._stack = np.arange(1, capacity + 1, dtype=np.int32)  # free from `_low` on; grows towards the front
+        self._stack_bytes = self._stack.view(np.uint8).data  # the same memory
         self._low = 0
         self._scratch: npt.NDArray[np.int32] | None = None
         self.counts = [capacity, 0, 0, 0, 0]
@@ -99,25 +103,29 @@ class PagePool:
 
     def allocate(self, n: int, owner: int) -> Ids:
         """Take n pages. Raises PoolError, with nothing changed, if there are fewer."""
+        return np.frombuffer(self.take(n, owner), np.int32)
+
+    def take(self, n: int, owner: int) -> bytes:
+        """`allocate`, as bytes."""
         low = self._low
         if not 0 <= n <= self.capacity - low:
             raise PoolError(f"{self.name}: {n} pages asked for, {self.free} of {self.capacity} are free")
-        ids = self._stack[low : low + n].copy()
+        raw = self._stack_bytes[4 * low : 4 * (low + n)].tobytes()
         self._low = low + n
         if n <= _FEW:
-            for page in ids.tolist():
+            for page in memoryview(raw).cast("i"):
                 self.owner[page] = owner
         else:
-            first = _run(ids, n)
+            first = _run(raw)
             if first:
                 self.owner[first : first + n] = _MARKS[owner] * n
             else:
-                self._owner[ids.astype(np.intp)] = owner
+                self._owner[self._stack[low : low + n].astype(np.intp)] = owner
         self.counts[FREE] -= n
         self.counts[owner] += n
         if self.watch is not None and n:
-            self.watch("taken", ids)
-        return ids
+            self.watch("taken", np.frombuffer(raw, np.int32))
+        return raw
 
     def allocate_one(self, owner: int) -> int:
         """`allocate` for a single page."""
@@ -135,17 +143,23 @@ class PagePool:
 
     def release(self, ids: Ids, owner: int) -> None:
         """Give pages back that `owner` owns. Raises PoolError, with nothing changed, if one is not its own."""
-        n = len(ids)
-        if not n:
+        self.give(ids.tobytes(), owner)
+
+    def give(self, raw: bytes | bytearray, owner: int) -> None:
+        """`release`, as bytes."""
+        n = len(raw) // 4
+        if n < 2:
+            if n:
+                self.release_one(int.from_bytes(raw, "little", signed=True), owner)
             return
-        self._hand(ids, n, owner, FREE)
+        self._hand(raw, n, owner, FREE)
         low = self._low
-        self._stack[low - n : low] = ids
+        self._stack_bytes[4 * (low - n) : 4 * low] = raw
         self._low = low - n
         self.counts[owner] -= n
         self.counts[FREE] += n
         if self.watch is not None:
-            self.watch("freed", ids)
+            self.watch("freed", np.frombuffer(raw, np.int32))
 
     def release_one(self, page: int, owner: int) -> None:
         """`release` for a single page."""
@@ -157,10 +171,14 @@ class PagePool:
 
     def move(self, ids: Ids, old: int, new: int) -> None:
         """Hand (different) pages from one owner to another."""
-        n = len(ids)
+        self.hand(ids.tobytes(), old, new)
+
+    def hand(self, raw: bytes | bytearray, old: int, new: int) -> None:
+        """`move`, as bytes."""
+        n = len(raw) // 4
         if not n:
             return
-        self._hand(ids, n, old, new)
+        self._hand(raw, n, old, new)
         self.counts[old] -= n
         self.counts[new] += n
 
@@ -172,15 +190,16 @@ class PagePool:
         self.counts[old] -= 1
         self.counts[new] += 1
 
-    def _hand(self, ids: Ids, n: int, old: int, new: int) -> int:
-        """`move`, without the counts. Returns the first of `ids` if they are seen to be a run, else 0."""
+    def _hand(self, raw: bytes | bytearray, n: int, old: int, new: int) -> int:
+        """`hand`, without the counts. Returns the first of the ids if they are seen to be a run, else 0."""
         if n <= _FEW:
-            self._hand_few(ids.tolist(), old, new)
+            self._hand_few(memoryview(raw).cast("i").tolist(), old, new)
             return 0
-        first = _run(ids, n)
-        if first and self.owner.count(old, first, first + n) == n:
+        first = _run(raw)
+        if first > 0 and self.owner.count(old, first, first + n) == n:
             self.owner[first : first + n] = _MARKS[new] * n
             return first
+        ids = np.frombuffer(raw, np.int32)
         at = self._owned(ids, old)
         if new == FREE:
             self._different(ids, at)
@@ -226,8 +245,8 @@ class PagePool:
             for page in ids.tolist():
                 self.read_one(page)
             return
-        first = _run(ids, n)
-        if first and self.owner.count(TREE, first, first + n) == n:
+        first = _run(ids.tobytes())
+        if first > 0 and self.owner.count(TREE, first, first + n) == n:
             readers = self.readers[first : first + n]
             if self.by_page:
                 self.idle -= readers.tolist().count(0)
@@ -245,8 +264,8 @@ class PagePool:
         n = len(ids)
         if n <= _FEW:
             return self._unread_few(ids.tolist())
-        first = _run(ids, n)
-        if first and self.owner.count(TREE, first, first + n) == n:
+        first = _run(ids.tobytes())
+        if first > 0 and self.owner.count(TREE, first, first + n) == n:
             readers = self.readers[first : first + n]
             before = readers.tolist()
             if 0 in before:
@@ -284,7 +303,7 @@ class PagePool:
     def share(self, ids: Ids) -> None:
         """A lease hands pages to the tree and goes on reading them."""
         n = len(ids)
-        first = self._hand(ids, n, LEASE, TREE)
+        first = self._hand(ids.tobytes(), n, LEASE, TREE)
         if n <= _FEW:
             for page in ids.tolist():
                 self._reads[page] += 1

@@ -15,8 +15,9 @@ from .node import Node
 from .path import agree
 from .pool import LEASE, TREE
 from .runs import HOLE, Run, joined, ranges, runs
-from .tree import Tree, as_ids
+from .tree import Tree
 
+Fallen = tuple[Lease, list[tuple[int, int]]]  # and (group, column) of its duplicates
 _THAW_BYTES = 65536  # a resting edge longer than this gets a child instead of being copied to grow
 
 
@@ -33,6 +34,7 @@ class Publisher:
     def __init__(self, tree: Tree, save_pages: int) -> None:
         self.tree = tree
         self.save_pages = save_pages
+        self.plain = not (tree.loose or tree.slots or tree.has_host or tree.hashing)
         self.replaced: list[Replaced] = []
         self.real: list[Span] = []  # what the events of a step have made real, for saving
 
@@ -63,24 +65,51 @@ class Publisher:
             self.became_real(lease, lease.node, first, upto, fills)
         return duplicates
 
-    def publish_rows(self, leases: Sequence[Lease], pages: bytes) -> list[tuple[Lease, list[tuple[int, int]]]]:
+    def publish_rows(self, leases: Sequence[Lease], pages: Sequence[bytes]) -> list[Fallen]:
         """One more computed page for each lease. Returns those that had duplicates.
 
         The loop of every decode step in which rows cross a page: a leaf that only gets longer is extended right here,
         and owners change for all rows at once."""
+        return self._plain_rows(leases, pages) if self.plain else self._any_rows(leases, pages)
+
+    def _plain_rows(self, leases: Sequence[Lease], pages: Sequence[bytes]) -> list[Fallen]:
+        """Where there is nothing but closed groups on the device, and nobody wants hashes."""
         tree = self.tree
-        size = tree.page_bytes
+        closed = tree.closed
+        moved: list[bytearray] = []
+        fallen: list[Fallen] = []
+        for lease, page in zip(leases, pages, strict=True):
+            node, depth = lease.node, lease.depth
+            copy, edge = node.device, node.edge
+            if copy.holds != 1 or node.children or type(edge) is not bytearray or lease.detached or not lease.writes:
+                if lease.writes and not lease.detached:
+                    duplicates = self.publish(lease, page, depth, depth + 1, None, 0)
+                    if duplicates:
+                        fallen.append((lease, duplicates))
+                continue
+            edge += page
+            node.n = copy.count = node.n + 1
+            node.crc = None
+            for g in closed:
+                one = lease.tables[g][4 * depth : 4 * depth + 4]
+                copy.pages[g] += one
+                moved.append(one)
+                lease.upto[g] = depth + 1
+            lease.depth = depth + 1
+        for i, g in enumerate(closed):
+            tree.pools[DEVICE][g].hand(b"".join(moved[i :: len(closed)]), LEASE, TREE)
+        return fallen
+
+    def _any_rows(self, leases: Sequence[Lease], pages: Sequence[bytes]) -> list[Fallen]:
+        tree = self.tree
         closed, loose, slots, paged, host = tree.closed, tree.loose, tree.slots, tree.paged, tree.has_host
         moved: dict[int, list[bytearray]] = {g: [] for g in paged}
-        fallen: list[tuple[Lease, list[tuple[int, int]]]] = []
+        fallen: list[Fallen] = []
         quiet = not (tree.hashing or host)
         told = bool(closed) or not tree.announcing or tree.told in loose
-        offset = -size
-        for lease in leases:
-            offset += size
+        for lease, page in zip(leases, pages, strict=True):
             if lease.detached or not lease.writes:
                 continue
-            page = pages[offset : offset + size]
             node, depth, upto, tables = lease.node, lease.depth, lease.upto, lease.tables
             copy, edge, last = node.device, node.edge, lease.depth + 1
             alone = (
@@ -138,11 +167,10 @@ class Publisher:
                 self._row_is_real(lease, node, depth)
         for g, parts in moved.items():
             if parts:
-                ids = np.frombuffer(b"".join(parts), np.int32)
                 if g in loose:
-                    tree.pools[DEVICE][g].share(ids)
+                    tree.pools[DEVICE][g].share(np.frombuffer(b"".join(parts), np.int32))
                 else:
-                    tree.pools[DEVICE][g].move(ids, LEASE, TREE)
+                    tree.pools[DEVICE][g].hand(b"".join(parts), LEASE, TREE)
         return fallen
 
     def _row_is_real(self, lease: Lease, node: Node, depth: int) -> None:
@@ -262,7 +290,7 @@ class Publisher:
         pages = {}
         for g in self.tree.closed:
             pages[g] = bytes(lease.tables[g][4 * low : 4 * high])
-            self.tree.pools[DEVICE][g].move(as_ids(pages[g]), LEASE, TREE)
+            self.tree.pools[DEVICE][g].hand(pages[g], LEASE, TREE)
         self.tree.put_closed(node, DEVICE, pages)
 
     def _append(self, lease: Lease, node: Node, depth: int, tokens: bytes | bytearray, offset: int, upto: int) -> None:
@@ -271,7 +299,7 @@ class Publisher:
         n = upto - depth
         more = memoryview(tokens)[offset : offset + n * tree.page_bytes]
         for g in tree.closed:
-            tree.pools[DEVICE][g].move(np.frombuffer(lease.tables[g][4 * depth : 4 * upto], np.int32), LEASE, TREE)
+            tree.pools[DEVICE][g].hand(lease.tables[g][4 * depth : 4 * upto], LEASE, TREE)
         if node is lease.node and self.can_grow(node):
             self.grow(node, more, n)
             for g in tree.closed:
@@ -321,9 +349,9 @@ class Publisher:
         node.edge += more
         node.n += n
         node.crc = None
-        for t in tree.tiers:
-            copy = tree.copy_in(node, t)
-            for g in tree.loose:
+        for g in tree.loose:
+            for t in tree.tiers:
+                copy = tree.copy_in(node, t)
                 if copy.pages[g] is not None:
                     copy.pages[g] += bytes(4 * n)
 

@@ -3,6 +3,7 @@ wait for one."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from .group import DEVICE
 from .lease import Lease, Span, hold
 from .pool import FLIGHT, LEASE, UNHOOKED, Ids
 from .publish import Publisher, Replaced
+from .runs import HOLE
 from .snapshots import Snapshots
 from .tree import Tree
 
@@ -20,8 +22,11 @@ from .tree import Tree
 class Commit(NamedTuple):
     """What became of a step: pages that are real now and could be saved, and table entries to change."""
 
-    real: list[Span]
-    replaced: list[Replaced]
+    real: Sequence[Span]
+    replaced: Sequence[Replaced]
+
+
+_NO_NEWS = Commit((), ())
 
 
 class Steps:
@@ -68,7 +73,7 @@ class Steps:
         flight = self.flights.pop(step, None)
         self.counts["steps" if step > self.doomed else "steps_failed"] += 1
         if flight is None and not (self.unsettled or publisher.real or publisher.replaced):
-            return Commit([], [])
+            return _NO_NEWS
         if flight is not None:
             if step > self.doomed:
                 for promise in flight.promises:
@@ -292,8 +297,11 @@ class Steps:
     def _drop(self, lease: Lease, owner: int) -> None:
         tree = self.tree
         for g in tree.paged:
-            if lease.own or len(lease.tables[g]) > 4 * lease.upto[g]:
+            mine = lease.tables[g][4 * lease.upto[g] :]
+            if lease.own or HOLE in mine:
                 tree.pools[DEVICE][g].release(lease.private(g), owner)
+            elif mine:
+                tree.pools[DEVICE][g].give(mine, owner)
         for g, slot in lease.working.items():
             tree.pools[DEVICE][g].release_one(slot, owner)
         if lease.seed:

@@ -55,6 +55,7 @@ class Tree:
         self.closed = [i for i, f in enumerate(fams) if f.closed]
         self.loose = [i for i, f in enumerate(fams) if not f.closed and f.shape == "pages"]
         self.paged = self.closed + self.loose
+        self.patient = [i for i in self.closed if not fams[i].reads_promised]
         self.slots = [i for i, f in enumerate(fams) if f.shape == "slot"]
         self._no_pages: list[Any] = [b"" if f.closed else 0 if f.shape == "slot" else None for f in fams]
         self.has_host = any(g.host_pages for g in groups)
@@ -328,7 +329,7 @@ class Tree:
             tell_removed(self, node, tier, range(keep, copy.count))
         for g in self.closed:
             pages = copy.pages[g]
-            self.pools[tier][g].release(as_ids(pages[4 * keep :]), TREE)
+            self.pools[tier][g].give(pages[4 * keep :], TREE)
             copy.pages[g] = pages[: 4 * keep]
             self.count_evicted(node, tier, g, n)
         copy.count = keep

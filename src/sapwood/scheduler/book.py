@@ -84,7 +84,7 @@ class Book:
         request.slot = self.tables.take_slot()
         request.overtaken, request.tried = 0, None
         self.owners[lease] = request
-        if lease.loading:
+        if lease.waits:
             request.happens("admission to load")
             self.transfers.load(operation)
             self.loading.add(request)

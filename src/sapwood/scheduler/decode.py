@@ -24,7 +24,7 @@ from .request import DECODING, Request
 Ints = npt.NDArray[np.int32]
 _LEAD, _SLOT, _CACHED, _FINAL = range(4)
 _NO_TOKEN = -1
-_HALF = 2**31
+_FEW = 8  # up to so many rows a loop beats numpy
 
 
 class Decoding:
@@ -41,6 +41,7 @@ class Decoding:
         self._columns = page_size + 1
         self._fields = np.zeros((4, 0), np.int64)
         self._ring = np.zeros((0, self._columns), np.int32)
+        self._ring_bytes = self._ring.reshape(-1).view(np.uint8).data  # the same memory
         self._eos = np.full((0, 0), _NO_TOKEN, np.int32)
         # for each tick (modulo the ring): the columns of the page before the newest token, in order
         steps = np.arange(self._columns)
@@ -60,7 +61,8 @@ class Decoding:
             self._ids = [request.id for request in self.requests]
             self._row_adapters = [request.adapter for request in self.requests]
             self._slots = self._fields[_SLOT, :n].astype(np.int32)
-            self._leads = self._fields[_LEAD, :n].astype(np.int32)
+            self._since = self.tick
+            self._starts = (self._fields[_LEAD, :n] + self.tick).astype(np.int32)
             self._cached = self._fields[_CACHED, :n].astype(np.int32)
             self._ones = np.ones(n, np.int32)
             self._samples = np.ones(n, np.bool_)
@@ -87,7 +89,7 @@ class Decoding:
         return self._samples
 
     def starts(self) -> Ints:
-        starts: Ints = self._leads + np.int32((self.tick + _HALF) % (2 * _HALF) - _HALF)  # wraps round as leads do
+        starts: Ints = self._starts + (self.tick - self._since)
         return starts
 
     def tokens(self) -> Ints:
@@ -205,6 +207,7 @@ class Decoding:
         more = rows - len(self._ring)
         self._fields = np.concatenate([self._fields, np.zeros((4, more), np.int64)], axis=1)
         self._ring = np.concatenate([self._ring, np.zeros((more, self._columns), np.int32)])
+        self._ring_bytes = self._ring.reshape(-1).view(np.uint8).data
         self._eos = np.concatenate([self._eos, np.full((len(self._eos), more), _NO_TOKEN, np.int32)], axis=1)
 
     def _wake(self, request: Request) -> None:
@@ -224,11 +227,16 @@ class Decoding:
                 self._wake(request)
         return list(self.crossing[-self.tick % self.page_size])
 
-    def full_pages(self, requests: list[Request]) -> bytes:
-        """The tokens of the pages these rows have just filled, one page after the other."""
-        columns = self._page_columns[self.tick % self._columns]
-        rows = np.array([request.row for request in requests])
-        return bytes(self._ring[rows[:, None], columns].tobytes())
+    def full_pages(self, requests: list[Request]) -> list[bytes]:
+        """The tokens of the pages these rows have just filled: all of the ring but the newest."""
+        newest, size = self.tick % self._columns, 4 * self.page_size
+        if len(requests) <= _FEW:
+            rows, width, cut = self._ring_bytes, size + 4, 4 * newest
+            whole = [rows[width * request.row : width * request.row + width].tobytes() for request in requests]
+            return [row[cut + 4 :] + row[:cut] for row in whole]
+        places = np.array([request.row for request in requests])
+        raw = self._ring[places[:, None], self._page_columns[newest]].tobytes()
+        return [raw[at : at + size] for at in range(0, len(raw), size)]
 
     def stopped(self) -> list[Request]:
         """Rows whose newest token ends them."""

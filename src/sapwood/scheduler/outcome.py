@@ -16,6 +16,7 @@ from .planner import Planner
 from .request import DECODING, ENDED, LOADING, PREFILLING, Request
 
 _MOST = 2**31 - 1
+_FEW = 512
 _INT32 = np.dtype(np.int32)
 
 
@@ -66,9 +67,8 @@ class Outcome:
     def _publish(self, crossed: list[Request]) -> None:
         """Rows whose page is full hand it to the tree, and keep its tokens."""
         pages = self.book.decoding.full_pages(crossed)
-        size = 4 * self.config.page_size
-        for at, request in enumerate(crossed):
-            request.pages.append(pages[at * size : (at + 1) * size])
+        for request, page in zip(crossed, pages, strict=True):
+            request.pages.append(page)
         self.cache.publish_rows([request.lease for request in crossed if request.lease is not None], pages)
 
     def _end_decodes(self) -> None:
@@ -121,7 +121,8 @@ class Outcome:
         for chunk in flight.chunks:
             want += chunk.samples
         if type(given) is np.ndarray and given.dtype is _INT32 and given.shape == (want,):  # the usual, quickly
-            if 1 in (given < 0).tobytes():
+            # The top byte of a token that is not negative is ASCII: for few tokens a quarter of the time of `< 0`.
+            if not given.tobytes()[3::4].isascii() if want <= _FEW else 1 in (given < 0).tobytes():
                 raise ProtocolError(f"StepDone({step}): tokens must be from 0 to 2**31 - 1")
             return given
         if isinstance(given, Mapping):

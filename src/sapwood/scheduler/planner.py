@@ -24,6 +24,7 @@ from .policy import POLICIES
 from .pressure import Pressure
 from .request import LOADING, Request
 
+_keep = Keep._make
 _LOOKS = 8  # requests that turn out not to fit, after which a plan looks at nobody else
 _LOOK_AGAIN = 16  # plans after which a request that did not fit is tried again although no room was made
 
@@ -34,6 +35,7 @@ class Planner:
         self.book = book
         self.cache = book.cache
         self.page = config.page_size
+        self.headroom = config.headroom
         self.pressure = Pressure(book)
         self.policy = POLICIES[config.policy]()
         self.step = 0
@@ -207,7 +209,9 @@ class Planner:
             request.begins_at(cache.adopt(lease, known, request.position))
         start = request.position
         known_to = len(request.tokens) // 4
-        end = self._cut(lease.cuts, start, min(known_to, start + self.budget))
+        end = min(known_to, start + self.budget)
+        if lease.cuts:
+            end = self._cut(lease.cuts, start, end)
         if cache.reach(lease) < end:
             end = cache.growable(lease, end)
             if end <= start or not cache.grow(lease, end):
@@ -215,10 +219,11 @@ class Planner:
                 self.book.counts["sat_out"] += 1
                 return None
         request.sat_out = 0
-        self.copies += cache.opening(lease, step)
+        if not lease.opened:
+            self.copies += cache.opening(lease, step)
         write_from = cache.write_from(lease, start)
         cache.publish(lease, request.tokens, end // page, step)
-        if end // page in lease.cuts and not end % page:
+        if lease.cuts and not end % page and end // page in lease.cuts:
             self.checkpoints.append((lease, end // page))
         self.book.tables.write(request.slot, lease)
         self.budget -= end - start
@@ -244,12 +249,16 @@ class Planner:
     def _admit(self, request: Request) -> bool:
         """Give a waiting request its memory, if there is enough; if it waits for a snapshot somebody is making, not
         yet."""
-        if self._hopeless(request):
+        if request.tried is not None and self._hopeless(request):
             return False
         match = self._match(request)
         if match.pending:
             return False
-        upto = self._cut(match.cuts, match.start, min(match.length, match.start + self.budget))
+        upto = match.start + self.budget
+        if upto > match.length:
+            upto = match.length
+        if match.cuts:
+            upto = self._cut(match.cuts, match.start, upto)
         if self.book.admit(request, match, upto, self._keep(request)):
             if self.ahead >= 0:
                 self.ahead += self._ahead_of(request)
@@ -264,7 +273,7 @@ class Planner:
 
     def _hopeless(self, request: Request) -> bool:
         """Whether a request that did not fit a short while ago would not fit now either: told without looking."""
-        if request.tried is None or not self.book.owners or self.step - request.tried_at >= _LOOK_AGAIN:
+        if not self.book.owners or self.step - request.tried_at >= _LOOK_AGAIN:
             return False
         if self.ahead < 0:
             self._count_ahead()
@@ -273,7 +282,8 @@ class Planner:
         pages, each = self.room
         if request.own + self.ahead > pages:
             return True
-        return bool(request.tried) and all(now <= then for now, then in zip(each, request.tried, strict=True))
+        tried = request.tried or ()
+        return bool(tried) and all(now <= then for now, then in zip(each, tried, strict=True))
 
     def _keep(self, request: Request) -> Keep:
         """What must be left: running requests must be able to go on for a while, and so must this one."""
@@ -282,22 +292,24 @@ class Planner:
             return Keep(least=1)
         if self.ahead < 0:
             self._count_ahead()
-        return Keep(self._want(request), self.ahead, len(book.owners), 1)
+        return _keep((self._want(request), self.ahead, len(book.owners), 1))
 
     def _want(self, request: Request) -> int:
         """How many tokens a request will have soon."""
-        return min(request.final, len(request.tokens) // 4 + self.config.headroom)
+        soon = len(request.tokens) // 4 + self.headroom
+        return soon if soon < request.final else request.final
 
     def _count_ahead(self) -> None:
         book = self.book
-        self.ahead = book.decoding.room_ahead(self.config.headroom)
+        self.ahead = book.decoding.room_ahead(self.headroom)
         for other in [*book.prefilling.items, *book.loading.items]:
             self.ahead += self._ahead_of(other)
 
     def _ahead_of(self, request: Request) -> int:
         """Pages that a request which does not decode yet will take."""
         assert request.lease is not None
-        return max(0, -(-self._want(request) // self.page) - self.cache.columns(request.lease))
+        more = -(-self._want(request) // self.page) - self.cache.columns(request.lease)
+        return more if more > 0 else 0
 
     def _age(self, admitted: list[Request]) -> None:
         """Whoever came before one of these, and still waits, has been overtaken."""

@@ -163,14 +163,17 @@ class Request:
     def begins_at(self, position: int) -> None:
         """It goes on at `position`: what lies beyond where it has been was found in the cache."""
         self.position = position
-        if position > self.reached:
-            self.cached += min(position, self.prompt) - min(self.reached, self.prompt)
+        reached, prompt = self.reached, self.prompt
+        if position > reached:
+            if reached < prompt:
+                self.cached += (position if position < prompt else prompt) - reached
             self.reached = position
 
     def has_decoded_to(self, position: int) -> None:
         """It leaves the decode rows, where nobody counted."""
         self.position = position
-        self.reached = max(self.reached, position)
+        if position > self.reached:
+            self.reached = position
         self.settled = (self.cached, self.reached)
 
     def gives_back(self) -> None:
@@ -184,11 +187,13 @@ class Request:
 
     def computes_to(self, end: int) -> None:
         """It has computed its tokens up to `end`."""
-        again = min(end, self.reached) - self.position
-        if again > 0:
-            self.recomputed += again
-        if end > self.reached:
-            self.computed += min(end, self.prompt) - min(max(self.reached, self.position), self.prompt)
+        reached, position, prompt = self.reached, self.position, self.prompt
+        if position < reached:
+            self.recomputed += (end if end < reached else reached) - position
+        if end > reached:
+            begin = position if position > reached else reached
+            if begin < prompt:
+                self.computed += (end if end < prompt else prompt) - begin
             self.reached = end
         self.position = end
         self.settled = (self.cached, self.reached)

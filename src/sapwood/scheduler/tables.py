@@ -11,6 +11,7 @@ from sapwood.cache import HybridPrefixCache, Lease
 
 from .request import Request
 
+_FEW = 8  # up to so many entries a loop beats numpy
 Ints = npt.NDArray[np.int32]
 
 
@@ -32,26 +33,28 @@ class Tables:
             wider[name][:, : self._columns] = table
         self.arrays = wider  # a new dict: a plan keeps the tables it was given
         self._flat = {name: table.reshape(-1) for name, table in wider.items()}
+        self._bytes = [wider[name].reshape(-1).view(np.uint8).data for name in self.names]
         self._columns = columns
 
     def take_slot(self) -> int:
         return heapq.heappop(self._free)
 
     def give_slot(self, slot: int) -> None:
-        for table in self.arrays.values():
-            table[slot] = 0
+        first, n = 4 * self._columns * slot, 4 * self._columns
+        for rows in self._bytes:
+            rows[first : first + n] = bytes(n)
         heapq.heappush(self._free, slot)
 
     def write(self, slot: int, lease: Lease) -> None:
         """Everything the lease has, in every group."""
-        for name in self.names:
-            ids = self.cache.table(lease, name)
-            n = len(ids)
-            if n > self._columns:
-                self._widen(max(n, 2 * self._columns))
-            row = self.arrays[name][slot]
-            row[:n] = ids
-            row[n:] = 0
+        for at, raw in enumerate(self.cache.tables(lease)):
+            n = len(raw)
+            if n > 4 * self._columns:
+                self._widen(max(n // 4, 2 * self._columns))
+            rows, first = self._bytes[at], 4 * self._columns * slot
+            last = first + 4 * self._columns
+            rows[first : first + n] = raw
+            rows[first + n : last] = bytes(last - first - n)
 
     def append(self, rows: list[Request], grown: dict[str, Ints]) -> None:
         """One more page for each of these, in the groups that have pages."""
@@ -59,9 +62,14 @@ class Tables:
         if last >= self._columns:
             self._widen(max(last + 1, 2 * self._columns))
         columns = self._columns
-        places = np.array([row.slot * columns + row.column for row in rows])
+        places = [row.slot * columns + row.column for row in rows]
         for name, ids in grown.items():
-            self._flat[name][places] = ids
+            flat = self._flat[name]
+            if len(rows) > _FEW:
+                flat[np.array(places)] = ids
+            else:
+                for place, page in zip(places, ids.tolist(), strict=True):
+                    flat[place] = page
         for row in rows:
             row.column += 1
 
