@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .events import MEDIUM, BlockRemoved, BlockStored
 from .group import DEVICE
-from .hashes import ensure_hashes, page_digest
+from .hashes import ensure_hashes
 from .node import Node
 from .pool import Ids
 
 if TYPE_CHECKING:
     from .tree import Tree
+
+_stored = BlockStored._make
 
 
 def tell_stored(tree: Tree, node: Node, tier: int, first: int, last: int) -> None:
@@ -36,21 +39,22 @@ def tell_stored(tree: Tree, node: Node, tier: int, first: int, last: int) -> Non
     tree.events.append(BlockStored(digests, parent, tokens, tree.page_size, MEDIUM[tier], node.root.namespace))
 
 
-def tell_page(tree: Tree, node: Node) -> None:
+def tell_page(tree: Tree, node: Node, page: bytes) -> None:
     """`tell_stored` on the device for one page more at the end of `node`: the loop of decoding rows."""
-    hashes, n, above = node.hashes, node.n, node.parent
-    if hashes is None and n == 1 and above is not None and above.hashes and len(above.hashes) == 32 * above.n:
-        parent, page = bytes(above.hashes[-32:]), bytes(node.edge)
-        digest = page_digest(parent, page)
-        node.hashes = bytearray(digest)
-    elif hashes is None or len(hashes) != 32 * n - 32:
-        tell_stored(tree, node, DEVICE, node.end - 1, node.end)
-        return
-    else:
-        parent, page = bytes(hashes[-32:]), bytes(node.edge[-tree.page_bytes :])
-        digest = page_digest(parent, page)
+    hashes, n = node.hashes, node.n
+    if hashes is not None and len(hashes) == 32 * n - 32:
+        parent = bytes(hashes[-32:])
+        digest = sha256(parent + page).digest()
         hashes += digest
-    tree.events.append(BlockStored(digest, parent, page, tree.page_size, MEDIUM[DEVICE], node.root.namespace))
+    else:
+        above = node.parent
+        if hashes is not None or n > 1 or above is None or not above.hashes or len(above.hashes) != 32 * above.n:
+            tell_stored(tree, node, DEVICE, node.end - 1, node.end)
+            return
+        parent = bytes(above.hashes[-32:])
+        digest = sha256(parent + page).digest()
+        node.hashes = bytearray(digest)
+    tree.events.append(_stored((digest, parent, page, tree.page_size, MEDIUM[DEVICE], node.root.namespace)))
 
 
 def hash_path(tree: Tree, node: Node, first: int, last: int) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from . import check as checking
@@ -217,25 +216,23 @@ class HybridPrefixCache:
             self._desk.extend(lease, need)
         return True
 
-    def grow_rows(self, leases: Sequence[Lease]) -> dict[str, Ids] | None:
-        """One more page for each lease in every group of pages; the new ids by group, or None, nothing changed."""
+    def grow_rows(self, leases: Sequence[Lease]) -> dict[str, bytes] | None:
+        """One more page for each lease in every group of pages: by group, the new ids as bytes of int32. None if there
+        is no room, with nothing changed."""
         known = self._leases
         for lease in leases:
             if lease not in known or lease.waits:
                 self._seated(lease)
         tree = self._tree
         n = len(leases)
-        paged = tree.paged
-        if not self._room.made(DEVICE, dict.fromkeys(paged, n)):
+        if not self._room.made(DEVICE, dict.fromkeys(tree.paged, n)):
             return None
         grown = {}
-        for g in paged:
-            raw = tree.pools[DEVICE][g].take(n, LEASE)
-            grown[self.groups[g].name] = np.frombuffer(raw, np.int32)
+        for g in tree.paged:
+            raw = grown[self.groups[g].name] = tree.pools[DEVICE][g].take(n, LEASE)
             at = 0
             for lease in leases:
-                table = lease.tables[g]
-                table += raw[at : at + 4]
+                lease.tables[g] += raw[at : at + 4]
                 at += 4
         return grown
 
@@ -308,18 +305,15 @@ class HybridPrefixCache:
 
     def publish_rows(self, leases: Sequence[Lease], pages: Sequence[bytes]) -> None:
         """Each lease has computed one more page, real already: hand it to the tree. `pages` are their tokens."""
-        size = self._tree.page_bytes
+        size, known, paged = self._tree.page_bytes, self._leases, self._tree.paged
         if len(pages) != len(leases):
             raise ValueError(f"pages must be one page of tokens a lease, got {len(pages)} for {len(leases)} leases")
-        for page in pages:
-            if len(page) != size:
-                raise ValueError(f"pages must be of {size} bytes each, got one of {len(page)}")
-        known = self._leases
-        for lease in leases:
+        for lease, page in zip(leases, pages, strict=True):
             if lease not in known:
                 self._live(lease)
-        for g in self._tree.paged:
-            for lease in leases:
+            if len(page) != size:
+                raise ValueError(f"pages must be of {size} bytes each, got one of {len(page)}")
+            for g in paged:
                 if len(lease.tables[g]) <= 4 * lease.depth:
                     self._has_pages(lease, lease.depth + 1)
         for lease, duplicates in self._publisher.publish_rows(leases, pages):

@@ -18,10 +18,6 @@ if sys.byteorder != "little":  # tokens are compared and hashed as the bytes the
     raise ImportError("sapwood.cache needs a little-endian machine")
 
 
-def page_digest(parent: bytes, page: bytes) -> bytes:
-    return hashlib.sha256(parent + page).digest()
-
-
 def chain(parent: bytes, tokens: bytes | bytearray | memoryview, page_bytes: int) -> bytearray:
     """The digests of consecutive pages, one after the other."""
     sha256 = hashlib.sha256

@@ -156,7 +156,7 @@ class Matcher:
 
     def reason(self, path: Path, boundary: int, limiter: int, length: int) -> str:
         tree = self.tree
-        most = self.most_pages(length)
+        most = (length - 1 if tree.slots else length) // tree.page_size
         if not most:
             return "short"
         if boundary >= most:

@@ -58,8 +58,8 @@ class Publisher:
                 if first < upto or fills:
                     mark(tree, promise)
                 low = promise.low
-                for _, column in duplicates:
-                    low = min(low, column)
+                if duplicates:
+                    low = min(low, min(column for _, column in duplicates))
                 lease.depends(flight.step, low, oldest)
         else:
             self.became_real(lease, lease.node, first, upto, fills)
@@ -105,7 +105,7 @@ class Publisher:
         closed, loose, slots, paged, host = tree.closed, tree.loose, tree.slots, tree.paged, tree.has_host
         moved: dict[int, list[bytearray]] = {g: [] for g in paged}
         fallen: list[Fallen] = []
-        quiet = not (tree.hashing or host)
+        announcing, hashing = tree.announcing, tree.hashing
         told = bool(closed) or not tree.announcing or tree.told in loose
         for lease, page in zip(leases, pages, strict=True):
             if lease.detached or not lease.writes:
@@ -120,16 +120,18 @@ class Publisher:
                 and (copy.count == node.n or not closed)
                 and not (host and node.host.holds)  # type: ignore[union-attr]
             )
+            there = copy.pages
             for g in loose:
-                alone = alone and upto[g] == depth
+                if upto[g] != depth:
+                    alone = False
             longer = alone and type(edge) is bytearray
             for g in slots:
-                longer = longer and not (copy.pages[g] or (host and node.host.pages[g]))  # type: ignore[union-attr]
+                if there[g] or (host and node.host.pages[g]):  # type: ignore[union-attr]
+                    longer = False
             if longer:
                 edge += page
                 node.n += 1
                 node.crc = None
-                there = copy.pages
                 if closed:
                     copy.count += 1
                 for g in paged:
@@ -163,8 +165,12 @@ class Publisher:
                     fallen.append((lease, duplicates))
                 continue
             lease.depth = last
-            if not quiet:
-                self._row_is_real(lease, node, depth)
+            if announcing:
+                tell_page(tree, node, page)
+            elif hashing:
+                hash_path(tree, node, depth, last)
+            if host:
+                self.offer(lease, depth, last, node)
         for g, parts in moved.items():
             if parts:
                 if g in loose:
@@ -172,15 +178,6 @@ class Publisher:
                 else:
                     tree.pools[DEVICE][g].hand(b"".join(parts), LEASE, TREE)
         return fallen
-
-    def _row_is_real(self, lease: Lease, node: Node, depth: int) -> None:
-        tree = self.tree
-        if tree.announcing:
-            tell_page(tree, node)
-        elif tree.hashing:
-            hash_path(tree, node, depth, depth + 1)
-        if tree.has_host:
-            self.offer(lease, depth, depth + 1, node)
 
     def became_real(self, lease: Lease, node: Node, first: int, last: int, fills: list[Fill]) -> None:
         """Pages of the path to `node` have been computed: hash and announce them, and offer them for saving."""

@@ -9,10 +9,15 @@ import numpy as np
 import numpy.typing as npt
 
 _MOST = 2**31 - 1
+_INT32 = np.dtype(np.int32)
+_least = np.minimum.reduce
 
 
 def token_bytes(tokens: bytes | bytearray | memoryview | npt.NDArray[Any] | Sequence[int]) -> bytes:
     """The bytes of int32 of a list, an integer array, or a buffer of int32. ValueError if a token is not 0..2**31-1."""
+    if type(tokens) is np.ndarray and tokens.dtype is _INT32 and tokens.ndim == 1 and len(tokens):  # the usual, quickly
+        if _least(tokens) >= 0:
+            return tokens.tobytes()
     if isinstance(tokens, (bytes, bytearray, memoryview)):
         raw = bytes(tokens)
         if len(raw) % 4:
@@ -27,9 +32,6 @@ def token_bytes(tokens: bytes | bytearray | memoryview | npt.NDArray[Any] | Sequ
         raise ValueError(f"tokens must be one non-empty row of integers, got shape {array.shape}")
     if array.dtype.kind not in "iu":
         raise ValueError(f"tokens must be integers, got {array.dtype}")
-    if array.dtype == np.int32:  # as unsigned, a negative one is too large: one look for both ends
-        if int(array.view(np.uint32).max()) <= _MOST:
-            return array.tobytes()
     low, high = int(array.min()), int(array.max())
     if low < 0 or high > _MOST:
         raise ValueError(f"tokens must be from 0 to 2**31 - 1, got {low if low < 0 else high}")

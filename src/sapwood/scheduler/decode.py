@@ -232,8 +232,11 @@ class Decoding:
         newest, size = self.tick % self._columns, 4 * self.page_size
         if len(requests) <= _FEW:
             rows, width, cut = self._ring_bytes, size + 4, 4 * newest
-            whole = [rows[width * request.row : width * request.row + width].tobytes() for request in requests]
-            return [row[cut + 4 :] + row[:cut] for row in whole]
+            pages = []
+            for request in requests:
+                row = rows[width * request.row : width * request.row + width].tobytes()
+                pages.append(row[cut + 4 :] + row[:cut])
+            return pages
         places = np.array([request.row for request in requests])
         raw = self._ring[places[:, None], self._page_columns[newest]].tobytes()
         return [raw[at : at + size] for at in range(0, len(raw), size)]

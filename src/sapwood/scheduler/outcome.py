@@ -67,9 +67,11 @@ class Outcome:
     def _publish(self, crossed: list[Request]) -> None:
         """Rows whose page is full hand it to the tree, and keep its tokens."""
         pages = self.book.decoding.full_pages(crossed)
+        leases: list[Any] = []
         for request, page in zip(crossed, pages, strict=True):
             request.pages.append(page)
-        self.cache.publish_rows([request.lease for request in crossed if request.lease is not None], pages)
+            leases.append(request.lease)
+        self.cache.publish_rows(leases, pages)
 
     def _end_decodes(self) -> None:
         book, decoding = self.book, self.book.decoding

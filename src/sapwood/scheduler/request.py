@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy.typing as npt
@@ -14,6 +14,7 @@ from .events import ProtocolError
 
 _MOST = 2**31 - 1
 _MOST_EOS = 64
+_DEFAULT = Namespace()
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class RequestSpec:
     id: str
     tokens: Sequence[int] | bytes | bytearray | memoryview | npt.NDArray[Any]
     max_tokens: int
-    namespace: Namespace = field(default_factory=Namespace)
+    namespace: Namespace = _DEFAULT
     priority: int = 0
     eos: Sequence[int] = ()
     min_tokens: int = 0

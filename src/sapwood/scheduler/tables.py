@@ -21,6 +21,7 @@ class Tables:
     def __init__(self, cache: HybridPrefixCache, slots: int) -> None:
         self.cache = cache
         self.names = [group.name for group in cache.groups]
+        self._at = {name: at for at, name in enumerate(self.names)}
         self.slots = slots
         self.arrays: dict[str, Ints] = {}
         self._free = list(range(slots))
@@ -56,22 +57,25 @@ class Tables:
             rows[first : first + n] = raw
             rows[first + n : last] = bytes(last - first - n)
 
-    def append(self, rows: list[Request], grown: dict[str, Ints]) -> None:
+    def append(self, rows: list[Request], grown: dict[str, bytes]) -> None:
         """One more page for each of these, in the groups that have pages."""
-        last = max([row.column for row in rows])
-        if last >= self._columns:
-            self._widen(max(last + 1, 2 * self._columns))
+        places = []
         columns = self._columns
-        places = [row.slot * columns + row.column for row in rows]
-        for name, ids in grown.items():
-            flat = self._flat[name]
-            if len(rows) > _FEW:
-                flat[np.array(places)] = ids
-            else:
-                for place, page in zip(places, ids.tolist(), strict=True):
-                    flat[place] = page
+        for row in rows:
+            if row.column >= columns:
+                self._widen(max([2 * columns, *(row.column + 1 for row in rows)]))
+                return self.append(rows, grown)
+            places.append(row.slot * columns + row.column)
         for row in rows:
             row.column += 1
+        for name, raw in grown.items():
+            if len(rows) > _FEW:
+                self._flat[name][np.array(places)] = np.frombuffer(raw, np.int32)
+            else:
+                flat, at = self._bytes[self._at[name]], 0
+                for place in places:
+                    flat[4 * place : 4 * place + 4] = raw[at : at + 4]
+                    at += 4
 
     def replace(self, slot: int, name: str, column: int, page: int) -> None:
         self.arrays[name][slot, column] = page
