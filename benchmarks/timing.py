@@ -90,6 +90,7 @@ def alternate(repeats: int, **runs: Callable[[], float]) -> dict[str, Taken]:
         for _ in range(repeats):
             taken = {name: runs[name]() for name in order}
             order.reverse()
+            gc.collect()  # between the repeats: else each would take its memory anew from the system
             after = loop_seconds()
             for name, seconds in taken.items():
                 raw[name].append(seconds)

@@ -1054,7 +1054,8 @@ def test_f16_pages_given_to_many_rows_at_once_are_those_in_their_tables():
     grown = engine.cache.grow_rows(leases)
     engine.check()
     for (at, group), table in before.items():
-        assert engine.cache.table(leases[at], group).tolist() == [*table.tolist(), int.from_bytes(grown[group][4 * at : 4 * at + 4], "little")]
+        more = int.from_bytes(grown[group][4 * at : 4 * at + 4], "little")
+        assert engine.cache.table(leases[at], group).tolist() == [*table.tolist(), more]
     leave(engine, *leases)
     all_free(engine)
 

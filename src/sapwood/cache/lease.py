@@ -144,7 +144,7 @@ class Lease:
         self.root: Root = binding._root
         self.node = node  # the anchor: the node that ends the path this lease follows
         self.depth = depth
-        self.tables = [bytearray() for _ in range(groups)]
+        self.tables = [bytearray()] if groups == 1 else [bytearray() for _ in range(groups)]
         self.upto = [0] * groups
         self.low = [0] * groups
         self.own: dict[tuple[int, int], int] = {}

@@ -138,7 +138,8 @@ class Book:
         """A request is over, in whatever phase it is."""
         phase, decoding, flight = request.phase, self.decoding, self.flight
         request.happens("its end")
-        generated = decoding.generated(request) if phase is DECODING else request.generated
+        position = decoding.position(request) if phase is DECODING else request.position
+        generated = position + 1 - request.prompt if phase is DECODING else request.generated
         running = flight is not None and flight.runs(request)
         if phase is WAITING:
             self.waiting.remove(request)
@@ -151,8 +152,9 @@ class Book:
         lease = request.lease
         if lease is not None:
             reading = flight.step if flight is not None and running else None
-            position = decoding.position(request) if phase is DECODING else request.position
-            self.transfers.offer([self.cache.finish_request(lease, b"", position, reading)])
+            span = self.cache.finish_request(lease, b"", position, reading)
+            if span is not None:
+                self.transfers.offer([span])
             del self.owners[lease]
             request.lease = None
             if flight is not None and running:

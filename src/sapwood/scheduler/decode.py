@@ -14,7 +14,7 @@ The newest tokens of a row lie in a ring of page_size + 1 columns; the column of
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,17 @@ Ints = npt.NDArray[np.int32]
 _LEAD, _SLOT, _CACHED, _FINAL = range(4)
 _NO_TOKEN = -1
 _FEW = 8  # up to so many rows a loop beats numpy
+
+
+class Shown(NamedTuple):
+    """What a plan tells of the rows, row by row, and keeps."""
+
+    ids: list[str]
+    slots: Ints
+    lengths: Ints
+    cached: Ints
+    samples: npt.NDArray[np.bool_]
+    adapters: list[bytes | None]
 
 
 class Decoding:
@@ -50,45 +61,28 @@ class Decoding:
 
     def _forget(self) -> None:
         """Membership changes: what was handed out stays as it is, and is made anew."""
-        self._ids: list[str] | None = None
+        self._shown: Shown | None = None
 
     # ---- what a plan shows
 
-    @property
-    def ids(self) -> list[str]:
-        if self._ids is None:
+    def shown(self) -> Shown:
+        """What stays the same while nobody joins or leaves."""
+        if self._shown is None:
             n = self.count
-            self._ids = [request.id for request in self.requests]
-            self._row_adapters = [request.adapter for request in self.requests]
-            self._slots = self._fields[_SLOT, :n].astype(np.int32)
             self._since = self.tick
             self._starts = (self._fields[_LEAD, :n] + self.tick).astype(np.int32)
-            self._cached = self._fields[_CACHED, :n].astype(np.int32)
-            self._ones = np.ones(n, np.int32)
-            self._samples = np.ones(n, np.bool_)
-        return self._ids
-
-    @property
-    def row_adapters(self) -> list[bytes | None]:
-        return self._row_adapters
-
-    @property
-    def slots(self) -> Ints:
-        return self._slots
-
-    @property
-    def cached(self) -> Ints:
-        return self._cached
-
-    @property
-    def lengths(self) -> Ints:
-        return self._ones
-
-    @property
-    def samples(self) -> npt.NDArray[np.bool_]:
-        return self._samples
+            self._shown = Shown(
+                [request.id for request in self.requests],
+                self._fields[_SLOT, :n].astype(np.int32),
+                np.ones(n, np.int32),
+                self._fields[_CACHED, :n].astype(np.int32),
+                np.ones(n, np.bool_),
+                [request.adapter for request in self.requests],
+            )
+        return self._shown
 
     def starts(self) -> Ints:
+        """Where each row goes on; ask `shown` first."""
         starts: Ints = self._starts + (self.tick - self._since)
         return starts
 

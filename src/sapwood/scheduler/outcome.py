@@ -84,7 +84,7 @@ class Outcome:
 
     def _after_chunks(self, chunks: list[Chunk], tokens: npt.NDArray[Any]) -> None:
         """Rows that yielded a token end with it, or decode from now on."""
-        book = self.book
+        book, decoding, most = self.book, self.book.decoding, self.config.max_batch_tokens
         sampled = iter(tokens.tolist())
         apart = bool(self.planner.retries)
         for chunk in chunks:
@@ -97,7 +97,7 @@ class Outcome:
                 continue
             generated = request.generated + 1
             stops = generated >= request.min_tokens and token in request.eos
-            if not stops and generated < request.max_tokens and not apart and self._may_join():
+            if not stops and generated < request.max_tokens and not apart and decoding.count < most:
                 book.join(request, token)
                 continue
             request.tokens += token.to_bytes(4, "little")
@@ -105,9 +105,6 @@ class Outcome:
                 book.end(request, "stop")
             elif generated >= request.max_tokens:
                 book.end(request, "length")
-
-    def _may_join(self) -> bool:
-        return self.book.decoding.count < self.config.max_batch_tokens
 
     def _slide(self, requests: list[Request]) -> None:
         book = self.book

@@ -76,19 +76,10 @@ class Plan:
 
 def decode_batch(rows: Decoding, groups: list[str]) -> Batch:
     """All decode rows, and nobody else."""
-    ids = rows.ids
+    ids, slots, lengths, cached, samples, adapters = rows.shown()
     starts = rows.starts()
-    return Batch(
-        ids,
-        rows.slots,
-        starts,
-        rows.lengths,
-        rows.tokens(),
-        rows.cached,
-        rows.samples,
-        dict.fromkeys(groups, starts),
-        rows.row_adapters,
-    )
+    tokens, write_from = rows.tokens(), dict.fromkeys(groups, starts)
+    return Batch(ids, slots, starts, lengths, tokens, cached, samples, write_from, adapters)
 
 
 def batch_of(rows: Decoding | None, chunks: list[Chunk], groups: list[str]) -> Batch:

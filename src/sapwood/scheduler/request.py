@@ -66,6 +66,9 @@ _NEXT = {
     (PREFILLING, "its end"): ENDED,
     (DECODING, "its end"): ENDED,
 }
+_AFTER: dict[str, dict[str, str]] = {ENDED: {}}
+for (_before, _what), _after in _NEXT.items():
+    _AFTER.setdefault(_before, {})[_what] = _after
 
 
 class Request:
@@ -146,7 +149,7 @@ class Request:
 
     def happens(self, what: str) -> None:
         """Go to the next phase, or say that this cannot be."""
-        phase = _NEXT.get((self.phase, what))
+        phase = _AFTER[self.phase].get(what)
         if phase is None:
             raise ProtocolError(f"{what} cannot happen to request {self.id!r:.80} while it is {self.phase}")
         self.phase = phase

@@ -35,6 +35,7 @@ class Tables:
         self.arrays = wider  # a new dict: a plan keeps the tables it was given
         self._flat = {name: table.reshape(-1) for name, table in wider.items()}
         self._bytes = [wider[name].reshape(-1).view(np.uint8).data for name in self.names]
+        self._zeros = bytes(4 * columns)
         self._columns = columns
 
     def take_slot(self) -> int:
@@ -43,7 +44,7 @@ class Tables:
     def give_slot(self, slot: int) -> None:
         first, n = 4 * self._columns * slot, 4 * self._columns
         for rows in self._bytes:
-            rows[first : first + n] = bytes(n)
+            rows[first : first + n] = self._zeros
         heapq.heappush(self._free, slot)
 
     def write(self, slot: int, lease: Lease) -> None:
@@ -55,7 +56,7 @@ class Tables:
             rows, first = self._bytes[at], 4 * self._columns * slot
             last = first + 4 * self._columns
             rows[first : first + n] = raw
-            rows[first + n : last] = bytes(last - first - n)
+            rows[first + n : last] = self._zeros[: last - first - n]
 
     def append(self, rows: list[Request], grown: dict[str, bytes]) -> None:
         """One more page for each of these, in the groups that have pages."""
