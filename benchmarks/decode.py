@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sapwood.cache import CacheGroup
-from sapwood.scheduler import StepDone
+from sapwood.scheduler import SaveDone, StepDone
 
 from . import ours, peer
 from .timing import Figure, Taken, alternate, clock
@@ -92,7 +92,8 @@ class Ours(Rows):
         scheduler = self.scheduler
         assert self.plan.step is not None
         tokens = self.rng.integers(1, 150_000, int(self.plan.batch.samples.sum()), np.int32)
-        event = [StepDone(self.plan.step, tokens)]
+        event: list[Any] = [StepDone(self.plan.step, tokens)]
+        event += [SaveDone(save.op, True) for save in self.plan.saves]
         begin = clock()
         scheduler.advance(event)
         if self.events:
@@ -182,7 +183,19 @@ def many_groups(repeats: int) -> Iterator[Figure]:
         yield Figure(what, taken["mixed"].over(taken["plain"]), "ratio", bar, _beside(mixed, taken["mixed"]))
 
 
+def write_through(rows: int = 1024) -> Iterator[Figure]:
+    """Every page that is filled goes to host as well, in spans of 32: so over as many steps as fill a span."""
+    plain = Ours(spread(rows), ours.full(PAGES))
+    saving = Ours(spread(rows), [CacheGroup("full", "full", PAGES, host_pages=2 * PAGES)])
+    taken = alternate(34, plain=plain.run, saving=saving.run)
+    saved = saving.scheduler.stats()["cache"]["transfers"]["pages_saved"]
+    ratio = fmean(taken["saving"].each) / fmean(taken["plain"].each)
+    beside = f"{_beside(saving, taken['saving'])}; {saved:,} pages saved"
+    yield Figure(f"decode, {rows:,}, written through to host / not, means", ratio, "ratio", 2.0, beside)
+
+
 def figures(repeats: int) -> Iterator[Figure]:
     yield from against_peer(repeats)
     yield from crossing(repeats)
     yield from many_groups(repeats)
+    yield from write_through()
