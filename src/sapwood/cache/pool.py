@@ -255,7 +255,7 @@ class PagePool:
         at = ids.astype(np.intp)
         before = self.readers[at]
         self.readers[at] = before + 1
-        if self.by_page:
+        if self.by_page and np.count_nonzero(before) < n:
             self.idle -= self._owner[at[before == 0]].tobytes().count(TREE)
 
     def unread(self, ids: Ids) -> bool:
@@ -289,9 +289,11 @@ class PagePool:
     def _unread_scattered(self, ids: Ids) -> int:
         at = ids.astype(np.intp)
         counts = self.readers[at] - 1
-        if int(counts.min()) < 0:
+        if 1 in (counts < 0).tobytes():
             self._unread_by_nobody(int(ids[counts < 0][0]))
         self.readers[at] = counts
+        if np.count_nonzero(counts) == len(ids):
+            return 0
         owners = self._owner[at[counts == 0]].tobytes()
         if UNHOOKED in owners:
             self.release(ids[(counts == 0) & (self._owner[at] == UNHOOKED)], UNHOOKED)
