@@ -22,9 +22,10 @@ each_policy = pytest.mark.parametrize("policy", ["through", "evict"])
 class Hosted:
     """A scheduler with a host tier; transfers land when the test says so."""
 
-    def __init__(self, layout: str, policy: str = "through", **more: object) -> None:
+    def __init__(self, layout: str | list[CacheGroup], policy: str = "through", **more: object) -> None:
         options: dict[str, object] = {"max_batch_tokens": 64, "max_batch_size": 4, **more}
-        self.scheduler = Scheduler(SchedulerConfig(4, LAYOUTS[layout], host_policy=policy, **options))
+        groups = LAYOUTS[layout] if isinstance(layout, str) else layout
+        self.scheduler = Scheduler(SchedulerConfig(4, groups, host_policy=policy, **options))
         self.executor = ContentExecutor(self.scheduler)
         self.ended: dict[str, object] = {}
         self.rows: list[list[str]] = []
@@ -91,6 +92,24 @@ def test_t01_what_the_device_has_lost_is_loaded_from_host(layout, policy):
     again = run.run("again", 1)
     assert again.cached >= 36 and again.computed == 40 - again.cached and again.recomputed == 0
     assert run.moved["loads"] == before + 1
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_s08_saving_before_eviction_comes_to_rest(ok):
+    """The device is about to lose two prompts and host has room for one, or fails to take any: each is saved once, and
+    the engine can sleep. Used again, a prompt is worth another try.
+
+    Mutation: `HybridPrefixCache.cold_spans` does not look at what was tried; or tries nothing twice.
+    """
+    run = Hosted([CacheGroup("full", "full", 24, 12)], "evict")
+    saves = [0]
+    for name, seed in (("a", 1), ("b", 2), ("a again", 1), ("b again", 2)):
+        run.submit(name, seed, 44, 1)
+        for _ in range(20):
+            run.step(ok=ok)
+        assert name in run.ended and run.scheduler.next_plan().empty
+        saves.append(run.moved["saves"])
+    assert saves[2] <= 4 and saves[2] < saves[4]
 
 
 @each_layout

@@ -393,7 +393,9 @@ class HybridPrefixCache:
         if all(8 * pool.free >= pool.capacity for pool in pools):
             return []
         leaves = tree.coldest(DEVICE, 4 * most)
-        lost = [leaf for leaf in leaves if leaf.host is not None and leaf.host.count < leaf.n and not leaf.saving]
+        # Once for each time it was used: on a small host two of them would push each other out in turns, for ever.
+        fresh = [leaf for leaf in leaves if leaf.tried < leaf.device.used and not leaf.saving]
+        lost = [leaf for leaf in fresh if leaf.host is not None and leaf.host.count < leaf.n]
         return [Span(0, leaf.end, leaf) for leaf in lost[:most]]  # on host a page is worth nothing without its path
 
     def save_done(self, op: int, ok: bool) -> Span | None:

@@ -53,6 +53,7 @@ class Saves:
             if len(ids) < last - first:
                 ids, targets = spread(where[g], ids, first, last), spread(where[g], targets, first, last)
             parts[g] = (ids, targets)
+        node.tried = node.device.used
         operation, transfer = self.ledger.begin(HOST, node, first, last, parts, where, holder)
         for at, low, high in path:
             if at.start + low < last and at.start + high > first:

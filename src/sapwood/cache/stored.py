@@ -71,9 +71,7 @@ class Stored:
         self.backups: dict[int, Holder] = {}
         self.later: list[Span] = []  # saved, but host lacks pages above them: to be backed up when it has those
         self.whole = len(saves.savable) == len(tree.groups)  # what no group could be served from host, is not fetched
-        self.cuts_anywhere = len(tree.closed) == len(
-            tree.groups
-        )  # a part of what can be served, from its start on, can
+        self.cuts_anywhere = len(tree.closed) == len(tree.groups)  # any first part of what can be served can be served
 
     # ---- questions
 
