@@ -8,6 +8,7 @@ import pytest
 from sapwood.cache import CacheGroup
 from sapwood.scheduler import Abort, LoadDone, ProtocolError, RequestSpec, SaveDone, Scheduler, SchedulerConfig
 from sapwood.sim import ContentExecutor
+from sapwood.sim.replay import Replay
 
 LAYOUTS = {
     "full": [CacheGroup("full", "full", 24, 200)],
@@ -30,8 +31,8 @@ class Hosted:
         self.ended: dict[str, object] = {}
         self.rows: list[list[str]] = []
 
-    def submit(self, name: str, seed: int, length: int = 40, new: int = 6) -> None:
-        spec = RequestSpec(name, [1000 * seed + i for i in range(length)], new)
+    def submit(self, name: str, seed: int, length: int = 40, new: int = 6, **more: bool) -> None:
+        spec = RequestSpec(name, [1000 * seed + i for i in range(length)], new, **more)
         self.executor.submit(spec)
         self.scheduler.submit([spec])
 
@@ -133,6 +134,31 @@ def test_f07_abort_while_loading(layout):
     for tiers in run.scheduler.cache.stats()["pages"].values():
         for pages in tiers.values():
             assert pages["free"] == pages["capacity"]
+
+
+@each_layout
+@pytest.mark.parametrize("fails", [True, False])
+def test_p09_a_load_does_not_land_below_what_is_only_promised(layout, fails):
+    """While a prompt is loaded, somebody who reads nothing from the cache computes its first pages again; the load
+    arrives, and then that step fails: nothing of the load stands on the device without what is above it.
+
+    Mutation: `Loads._land` does not look for promises.
+    """
+    run = Hosted(layout, events=True)
+    run.run("a", 1)
+    run.forget_on_device()
+    run.submit("b", 1)
+    run.step(land=False)
+    assert run.scheduler.stats()["loading"] == 1
+    run.submit("c", 1, length=9, reads_cache=False)
+    run.executor.begin(run.scheduler.next_plan())
+    run.tell(run.landed())
+    run.tell(run.executor.fail("bad luck") if fails else run.executor.done())
+    run.idle()
+    assert run.ended["b"].reason == run.ended["c"].reason == "length"
+    replay = Replay(run.scheduler.cache)
+    replay.hear(run.scheduler.drain_events())
+    replay.compare()
 
 
 @each_layout

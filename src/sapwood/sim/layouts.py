@@ -15,7 +15,8 @@ Random = random.Random
 @dataclass(frozen=True)
 class Layout:
     """Families of the groups and the size of a page. `tiny`: with as little memory as one request can run in. `store`:
-    with host memory and a store behind it; `pair`: two schedulers share it. `evict`: host gets what the device loses."""
+    with host memory and a store behind it; `pair`: two schedulers share it. `evict`: host gets what leaves the
+    device."""
 
     families: tuple[str, ...]
     page: int = 16
