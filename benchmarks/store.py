@@ -27,6 +27,11 @@ from .timing import Figure
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 WEIGHTS = bytes(32)
 SIZES = {"64 KiB": 64 * KIB, "1 MiB": MIB, "4 MiB": 4 * MIB}
+YARDSTICK = {
+    "put": "write of the same bytes to one new file, a page a call, one thread; neither side syncs, both begin synced",
+    "get": "read of the same bytes from that file into the same memory; the page cache has both, just written",
+    "cold get": "the same, with an empty page cache for both",
+}
 BARS = {
     ("get", "64 KiB"): 0.25,
     ("get", "1 MiB"): 0.7,
@@ -132,7 +137,7 @@ def race(folder: Path, name: str, page_bytes: int, quick: bool) -> Iterator[Figu
     for what in ("put", "get", "cold get") if may else ("put", "get"):
         ours, plain = taken[f"{what} ours"][1:], taken[f"{what} plain"][1:]  # the first finds new memory, new folders
         ratio = median(p / o for o, p in zip(ours, plain, strict=True))
-        beside = f"{total / median(ours) / 1e6:.0f} MB/s; plain {total / median(plain) / 1e6:.0f}"
+        beside = f"{total / median(ours) / 1e6:.0f} MB/s; plain {total / median(plain) / 1e6:.0f}: {YARDSTICK[what]}"
         yield Figure(
             f"file store: {what} of pages of {name}, over plain", ratio, "", BARS.get((what, name)), beside, ">="
         )

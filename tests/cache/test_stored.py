@@ -3,6 +3,8 @@ facade)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -175,6 +177,73 @@ def test_room_for_a_fetch_is_made_by_others():
     assert asks(engine, longer, 6, 12) is None
     assert engine.cache.stats()["pages"] == before
     all_free(engine)
+
+
+@pytest.mark.parametrize("layout", ["window", "full+window", "full+state", "window+state"])
+def test_t14_a_prefix_can_be_served_while_what_extends_it_is_fetched(layout):
+    """Host is full of windows and snapshots, that of the prefix longest unused. Whatever goes for a fetch, the request
+    could still begin where it can now: the fetch may bring nothing.
+
+    Mutation: `Saves._keep` keeps what is read at the end of the fetch only; or no snapshots.
+    """
+    pages = {"full": 24, "window": 4, "state": 2}
+    groups = [replace(group, host_pages=pages[group.family]) for group in LAYOUTS[layout]()]
+    engine = engine_of(*groups, hashes=True)
+    back_up(engine, compute(engine, "head", PROMPT[:9]))
+    back_up(engine, compute(engine, "other", toks(2, 9)))
+    empty_device(engine)
+    assert hit(engine, PROMPT).boundary == 2 and hit(engine, toks(2, 9)).boundary == 2
+    operation = asks(engine, PROMPT, 2, 6)
+    assert operation is not None and hit(engine, PROMPT).boundary == 2 and hit(engine, toks(2, 9)).boundary == 0
+    assert not arrives(engine, operation) and hit(engine, PROMPT).boundary == 2
+    all_free(engine)
+
+
+@each_layout
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("host", range(1, 9))
+def test_how_much_of_a_fetch_fits(layout, first, host):
+    """Host is small and full, in part with the prefix and with what a backup holds: so many pages as `fetchable_run`
+    says find room, and not one more. Asking changes nothing.
+
+    Mutation: `Stored.fetchable_run` counts what is free, or what could be evicted if the prefix could.
+    """
+    engine = engine_for(layout, host=host)
+    if first:
+        back_up(engine, compute(engine, "head", PROMPT[: first * PAGE + 1]))
+    back_up(engine, compute(engine, "other", toks(2, 9)))
+    begun = back_up(engine, compute(engine, "held", toks(3, 5)), ok=False)
+    empty_device(engine)
+    if "full" in layout and hit(engine, PROMPT).boundary < first:
+        first = 0
+    binding = engine.cache.bind(BASE)
+    before = engine.cache.stats()
+    fits = engine.cache.fetchable_run(binding, PROMPT, first, 6)
+    assert engine.cache.stats() == before and 0 <= fits <= 6 - first
+    for pages in range(6 - first, 0, -1):
+        operation = engine.cache.begin_fetch(binding, PROMPT, first, first + pages)
+        assert (operation is not None) is (pages <= fits), pages
+        if operation is not None:
+            engine.cache.fetch_done(operation.op, False, 0)
+        engine.cache.check()
+    engine.cache.unbind(binding)
+    for operation in begun:
+        engine.cache.backup_done(operation.op, False)
+    all_free(engine)
+
+
+def test_nothing_fits_where_nobody_could_reach_it():
+    """Below pages that are gone, and in a namespace that is gone, no page can be fetched.
+
+    Mutation: `Stored.fetchable_run` asks for room alone.
+    """
+    engine = engine_for("full")
+    binding = engine.cache.bind(BASE)
+    assert engine.cache.fetchable_run(binding, PROMPT, 0, 6) == 6
+    assert engine.cache.fetchable_run(binding, PROMPT, 2, 6) == 0
+    engine.cache.flush()
+    assert engine.cache.fetchable_run(binding, PROMPT, 0, 6) == 0
+    engine.cache.unbind(binding)
 
 
 @each_layout

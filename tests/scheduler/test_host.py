@@ -8,6 +8,7 @@ import pytest
 from sapwood.cache import CacheGroup
 from sapwood.scheduler import Abort, LoadDone, ProtocolError, RequestSpec, SaveDone, Scheduler, SchedulerConfig
 from sapwood.sim import ContentExecutor
+from sapwood.sim.replay import Replay
 
 LAYOUTS = {
     "full": [CacheGroup("full", "full", 24, 200)],
@@ -22,15 +23,16 @@ each_policy = pytest.mark.parametrize("policy", ["through", "evict"])
 class Hosted:
     """A scheduler with a host tier; transfers land when the test says so."""
 
-    def __init__(self, layout: str, policy: str = "through", **more: object) -> None:
+    def __init__(self, layout: str | list[CacheGroup], policy: str = "through", **more: object) -> None:
         options: dict[str, object] = {"max_batch_tokens": 64, "max_batch_size": 4, **more}
-        self.scheduler = Scheduler(SchedulerConfig(4, LAYOUTS[layout], host_policy=policy, **options))
+        groups = LAYOUTS[layout] if isinstance(layout, str) else layout
+        self.scheduler = Scheduler(SchedulerConfig(4, groups, host_policy=policy, **options))
         self.executor = ContentExecutor(self.scheduler)
         self.ended: dict[str, object] = {}
         self.rows: list[list[str]] = []
 
-    def submit(self, name: str, seed: int, length: int = 40, new: int = 6) -> None:
-        spec = RequestSpec(name, [1000 * seed + i for i in range(length)], new)
+    def submit(self, name: str, seed: int, length: int = 40, new: int = 6, **more: bool) -> None:
+        spec = RequestSpec(name, [1000 * seed + i for i in range(length)], new, **more)
         self.executor.submit(spec)
         self.scheduler.submit([spec])
 
@@ -93,6 +95,24 @@ def test_t01_what_the_device_has_lost_is_loaded_from_host(layout, policy):
     assert run.moved["loads"] == before + 1
 
 
+@pytest.mark.parametrize("ok", [True, False])
+def test_s08_saving_before_eviction_comes_to_rest(ok):
+    """The device is about to lose two prompts and host has room for one, or fails to take any: each is saved once, and
+    the engine can sleep. Used again, a prompt is worth another try.
+
+    Mutation: `HybridPrefixCache.cold_spans` does not look at what was tried; or tries nothing twice.
+    """
+    run = Hosted([CacheGroup("full", "full", 24, 12)], "evict")
+    saves = [0]
+    for name, seed in (("a", 1), ("b", 2), ("a again", 1), ("b again", 2)):
+        run.submit(name, seed, 44, 1)
+        for _ in range(20):
+            run.step(ok=ok)
+        assert name in run.ended and run.scheduler.next_plan().empty
+        saves.append(run.moved["saves"])
+    assert saves[2] <= 4 and saves[2] < saves[4]
+
+
 @each_layout
 def test_f07_abort_while_loading(layout):
     """A request that is aborted while its prefix is on its way ends at once; the load's pages are freed when it lands.
@@ -114,6 +134,31 @@ def test_f07_abort_while_loading(layout):
     for tiers in run.scheduler.cache.stats()["pages"].values():
         for pages in tiers.values():
             assert pages["free"] == pages["capacity"]
+
+
+@each_layout
+@pytest.mark.parametrize("fails", [True, False])
+def test_p09_a_load_does_not_land_below_what_is_only_promised(layout, fails):
+    """While a prompt is loaded, somebody who reads nothing from the cache computes its first pages again; the load
+    arrives, and then that step fails: nothing of the load stands on the device without what is above it.
+
+    Mutation: `Loads._land` does not look for promises.
+    """
+    run = Hosted(layout, events=True)
+    run.run("a", 1)
+    run.forget_on_device()
+    run.submit("b", 1)
+    run.step(land=False)
+    assert run.scheduler.stats()["loading"] == 1
+    run.submit("c", 1, length=9, reads_cache=False)
+    run.executor.begin(run.scheduler.next_plan())
+    run.tell(run.landed())
+    run.tell(run.executor.fail("bad luck") if fails else run.executor.done())
+    run.idle()
+    assert run.ended["b"].reason == run.ended["c"].reason == "length"
+    replay = Replay(run.scheduler.cache)
+    replay.hear(run.scheduler.drain_events())
+    replay.compare()
 
 
 @each_layout

@@ -133,6 +133,91 @@ def test_t03_fetched_pages_land_behind_those_that_are_here(layout, tier):
     shop.close()
 
 
+# ---- T02, T14: host is too small
+
+
+def test_t02_a_fetch_is_cut_to_what_host_can_take():
+    """Six pages are in the store, host has room for four: these are fetched, and the rest is computed.
+
+    Mutation: `Prefetch.lookup_done` fetches all or nothing; or remembers that it asked for six.
+    """
+    shop = Shop(depot=stocked(), host=4)
+    fetch = fetching(shop)
+    assert fetch.hashes == shop.cache.page_hashes(BASE, PROMPT)[:4]
+    with pytest.raises(ProtocolError, match="from 0 to 4"):
+        shop.scheduler.advance([FetchDone(fetch.op, True, 5)])
+    shop.submit("bob", PROMPT, 1)
+    assert not shop.turn().lookups, "it has joined"
+    shop.see_to("ann", "bob")
+    assert shop.ended["ann"].cached == 4 * PAGE and shop.ended["bob"].cached >= 4 * PAGE
+    assert shop.scheduler.stats()["store"]["shortened"] == 1
+    assert shop.scheduler.stats()["store"]["lookups"] == 1, "a full group can be cut anywhere"
+    shop.close()
+
+
+@pytest.mark.parametrize(("host", "fetches"), [(3, False), (4, True)])
+def test_t02_too_little_room_is_no_fetch(host, fetches):
+    """Host could take fewer pages than `prefetch_threshold`: the request computes, and it is counted.
+
+    Mutation: `Prefetch.lookup_done` fetches whatever fits.
+    """
+    shop = Shop(depot=stocked(), host=host, prefetch_threshold=4)
+    looking(shop)
+    shop.land("lookup")
+    plan = shop.turn()
+    assert bool(plan.fetches) is fetches and bool(plan.batch.ids) is not fetches
+    assert shop.cache.stats()["transfers"]["fetches_skipped"] == (not fetches)
+    shop.see_to("ann")
+    shop.close()
+
+
+@pytest.mark.parametrize("layout", ["full+window", "full+state", "full+2windows+state"])
+def test_t02_a_fetch_is_cut_where_every_group_can_be_served(layout):
+    """Eight pages are in the store and host has room for seven; but windows and snapshots are there for boundaries 3
+    and 8 alone. The store is asked again, for seven, and the three with which every group can begin are fetched.
+
+    Mutation: `Prefetch.lookup_done` cuts a fetch of any layout where host is full.
+    """
+    prompt = toks(1, 8 * PAGE + 1)
+    maker = Shop(layout, depot=stocked(layout, prompt=prompt[: 3 * PAGE + 1]))
+    maker.serve("maker", prompt)
+    hashes = maker.cache.page_hashes(BASE, prompt)
+    for group in maker.cache.groups:
+        for page in {"full": (), "window": (3, 4), "state": (3, 4, 5, 6)}[group.family]:
+            maker.depot.values.pop((group.name, hashes[page]), None)
+    shop = Shop(layout, depot=maker.depot, host=7)
+    assert looking(shop, prompt=prompt).hashes == hashes
+    shop.land("lookup")
+    (lookup,) = shop.turn().lookups
+    assert (lookup.start_page, lookup.hashes) == (0, hashes[:7])
+    assert shop.scheduler.stats()["fetching"] == 1, "it waits on"
+    shop.land("lookup")
+    (fetch,) = shop.turn().fetches
+    assert fetch.hashes == hashes[:3]
+    shop.see_to("ann")
+    assert shop.ended["ann"].cached == 3 * PAGE
+    assert shop.scheduler.stats()["store"]["shortened"] == 1
+    shop.close()
+
+
+def test_t02_a_store_is_asked_for_fewer_pages_once():
+    """Host shrinks again before the second answer: the request computes.
+
+    Mutation: `Prefetch.lookup_done` does not look at `cut`: it asks for fewer and fewer.
+    """
+    shop = Shop("full+window", depot=stocked("full+window"), host=5)
+    looking(shop)
+    shop.land("lookup")
+    assert shop.turn().lookups
+    other = toks(9, 2 * PAGE + 1)
+    shop.serve("bob", other, reads_cache=False, but=("lookup", "backup"))
+    assert shop.ops("backup"), "it keeps two pages on host"
+    shop.land("lookup")
+    plan = shop.turn()
+    assert not plan.lookups and not plan.fetches and plan.batch.ids == ["ann"]
+    shop.close()
+
+
 # ---- T04
 
 

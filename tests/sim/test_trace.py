@@ -61,6 +61,21 @@ def test_a_bad_trace_says_which_line(tmp_path, bad, says):
     assert main(["replay", str(tmp_path / "missing.jsonl")]) == 2
 
 
+def test_what_cannot_be_replayed_is_said_before_anything_else(tmp_path, capsys):
+    """A trace that is not there, a store without host memory before it: one line, and no table.
+
+    Mutation: `_replay` prints its head before it looks at the sizes.
+    """
+    trace = str(write(tmp_path / "t.jsonl", CHATS))
+    assert main(["replay", trace, "--store-pages", "100"]) == 2
+    assert capsys.readouterr() == ("", f"{NAME}: --store-pages needs --host-pages, through which pages come\n")
+    assert main(["replay", f"{trace}.gz"]) == 2
+    assert capsys.readouterr() == ("", f"{NAME}: {trace}.gz: No such file or directory\n")
+
+
+NAME = "python -m sapwood.sim replay"
+
+
 def test_the_bound_counts_blocks_seen_before():
     """Mutation: `unlimited_rate` adds a request's blocks before it counts them."""
     asked = [Asked(0, 1024, 1, (0, 1)), Asked(1, 1536, 1, (0, 1, 2)), Asked(2, 512, 1, (5,))]

@@ -216,15 +216,52 @@ def can_connect(port: int) -> bool:
 NO_REDIS = "" if shutil.which("redis-server") else "there is no redis-server here, and `make` could not install it"
 
 
-def redis_server(folder: Path, *more: str, port: int | None = None) -> tuple[Server, int]:
+def redis_server(folder: Path, *more: str, port: int | None = None, tls: bool = False) -> tuple[Server, int]:
     folder.mkdir(parents=True, exist_ok=True)
     port = port or free_port()
-    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", "",
+    ports = ["--port", "0", "--tls-port", str(port)] if tls else ["--port", str(port)]
+    command = ["redis-server", *ports, "--bind", "127.0.0.1", "--dir", str(folder), "--save", "",
                "--appendonly", "no", "--daemonize", "no", *more]  # fmt: skip
     server = Server(command, folder / "log")
     until(lambda: can_connect(port) or server.process.poll() is not None, 10, "redis-server")
     assert server.process.poll() is None, (folder / "log").read_text()[-500:]
     return server, port
+
+
+def no_tls() -> str:
+    """Why TLS cannot be tested here; empty if it can."""
+    if NO_REDIS or not shutil.which("openssl"):
+        return NO_REDIS or "there is no openssl here to make certificates with"
+    command = ["redis-server", "--port", "0", "--tls-port", "1", "--tls-cert-file", "/nowhere"]
+    tried = subprocess.run(command, capture_output=True, text=True, timeout=10)  # it ends because of the certificate
+    built = "tls" in tried.stdout.lower() and "unsupported" not in tried.stdout.lower()
+    return "" if built else "this redis-server was built without TLS"
+
+
+def certificates(folder: Path) -> None:
+    """An authority (ca.pem) and what it has signed (server.pem and client.pem, with .key); stranger.pem: another."""
+    new = ["openssl", "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    sign = ["openssl", "x509", "-req", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "san"]
+    (folder / "san").write_text(
+        "subjectAltName=IP:127.0.0.1\nsubjectKeyIdentifier=hash\nauthorityKeyIdentifier=keyid\n"
+        "basicConstraints=CA:FALSE\nkeyUsage=critical,digitalSignature\n"
+    )
+    usage = ["-addext", "keyUsage=critical,keyCertSign,cRLSign"]
+    for name in ("ca", "stranger"):
+        subject = ["-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.pem"]
+        subprocess.run([*new, "-x509", *usage, *subject], cwd=folder, check=True, capture_output=True)
+    for name in ("server", "client"):
+        subject = ["-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr"]
+        subprocess.run([*new, *subject], cwd=folder, check=True, capture_output=True)
+        signed = [*sign, "-in", f"{name}.csr", "-out", f"{name}.pem"]
+        subprocess.run(signed, cwd=folder, check=True, capture_output=True)
+
+
+def tls(keys: Path, clients: str = "no") -> list[str]:
+    """What a server needs for TLS."""
+    files = {"cert": "server.pem", "key": "server.key", "ca-cert": "ca.pem"}
+    options = [word for what, name in files.items() for word in (f"--tls-{what}-file", str(keys / name))]
+    return [*options, "--tls-auth-clients", clients]
 
 
 @contextlib.contextmanager

@@ -395,7 +395,9 @@ class HybridPrefixCache:
         if all(8 * pool.free >= pool.capacity for pool in pools):
             return []
         leaves = tree.coldest(DEVICE, 4 * most)
-        lost = [leaf for leaf in leaves if leaf.host is not None and leaf.host.count < leaf.n and not leaf.saving]
+        # Once for each time it was used: on a small host two of them would push each other out in turns, for ever.
+        fresh = [leaf for leaf in leaves if leaf.tried < leaf.device.used and not leaf.saving]
+        lost = [leaf for leaf in fresh if leaf.host is not None and leaf.host.count < leaf.n]
         return [Span(0, leaf.end, leaf) for leaf in lost[:most]]  # on host a page is worth nothing without its path
 
     def save_done(self, op: int, ok: bool) -> Span | None:
@@ -443,9 +445,22 @@ class HybridPrefixCache:
         these pages, if they are known."""
         self._bound(binding)
         raw = self._raw(tokens)
-        whole_number("first", first, 0, 1 << 30)
-        whole_number("last", last, first + 1, max(first + 1, self._matcher.most_pages(len(raw) // 4)))
+        self._fetched_pages(raw, first, last)
         return self._stored.begin_fetch(binding, raw, first, last, None if hashes is None else list(hashes))
+
+    def fetchable_run(self, binding: Binding, tokens: Tokens, first: int, last: int) -> int:
+        """How many of pages [first, last) of this prompt, from the first on, a fetch could bring to host now: as many
+        as it can take without letting go of what they follow."""
+        self._bound(binding)
+        raw = self._raw(tokens)
+        self._fetched_pages(raw, first, last)
+        return self._stored.fetchable_run(binding, raw, first, last)
+
+    @property
+    def cuts_anywhere(self) -> bool:
+        """Whether all groups can begin at any page of what they could be served. Else a store that could serve some
+        pages must be asked whether it could serve fewer."""
+        return self._stored.cuts_anywhere
 
     def fetch_done(self, op: int, ok: bool, pages: int) -> bool:
         """A fetch is over: the first `pages` of its pages have arrived in every group that has a part there. They are
@@ -615,6 +630,10 @@ class HybridPrefixCache:
         if not tokens or len(tokens) % 4:
             raise ValueError(f"tokens must be one or more int32 values, got {len(tokens)} bytes")
         return tokens
+
+    def _fetched_pages(self, raw: bytes, first: int, last: int) -> None:
+        whole_number("first", first, 0, 1 << 30)
+        whole_number("last", last, first + 1, max(first + 1, self._matcher.most_pages(len(raw) // 4)))
 
     def _bound(self, binding: Binding) -> None:
         if not isinstance(binding, Binding) or binding.cache is not self:

@@ -113,7 +113,7 @@ class Loads:
             for node, _, _ in tree.cover(transfer.node, transfer.first, transfer.last):
                 if node.loading is transfer:
                     node.loading = None
-            if ok and self._closed_above(transfer):
+            if ok and self._closed_above(transfer) and not self._below_promises(transfer):
                 self._land_on_device(transfer, waiters)
             else:
                 ok = False
@@ -130,6 +130,18 @@ class Loads:
             return True
         above = self.tree.cover(transfer.node, transfer.first, transfer.last)[-1][0].parent
         return above is None or not above.n or above.device.count > 0
+
+    def _below_promises(self, transfer: Transfer) -> bool:
+        """Whether some of it would stand below pages that a step in flight has only promised: they go if it fails."""
+        tree = self.tree
+        if not tree.promises or not any(g in transfer.parts for g in tree.closed):
+            return False
+        promised = False
+        for node in tree.path_to(transfer.node).nodes:
+            promised = promised or any(promise.first < promise.last for promise in node.promised or ())
+            if promised and not node.device.count and node.end > transfer.first:
+                return True
+        return False
 
     def _land_on_device(self, transfer: Transfer, waiters: list[Lease]) -> None:
         tree = self.tree

@@ -60,6 +60,7 @@ class Node:
         "saving",
         "seq",
         "start",
+        "tried",
     )
 
     def __init__(
@@ -87,6 +88,7 @@ class Node:
         self.promised: list[Promise] | None = None
         self.loading: Transfer | None = None
         self.saving: list[Transfer] | None = None  # saves under way that read some of its pages
+        self.tried = -1  # when its device copy was last used, as its last save began
         self.moving = 0  # transfers anchored here
         self.crc: int | None = None  # of all tokens up to the node's end, while that end stays where it is
 

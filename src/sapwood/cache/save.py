@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from .group import DEVICE, HOST
-from .lease import Span, hold
+from .lease import Holder, Span, hold
 from .node import Node
 from .pool import FLIGHT, Ids
 from .room import Room
@@ -43,7 +43,7 @@ class Saves:
         sources = {(DEVICE, g): joined(got) for g, got in found.items()}
         need = {g: len(ids) for (_, g), ids in sources.items()}
         holder = hold(tree, node, (DEVICE,), (first, last), sources)
-        if not self.room.has(HOST, need) and not self.make_room(node, last, need):
+        if not self.room.has(HOST, need) and not self.make_room(node, (last,), need):
             holder.let_go(tree)
             self.ledger.counts["saves_skipped"] += 1
             return None
@@ -53,31 +53,47 @@ class Saves:
             if len(ids) < last - first:
                 ids, targets = spread(where[g], ids, first, last), spread(where[g], targets, first, last)
             parts[g] = (ids, targets)
+        node.tried = node.device.used
         operation, transfer = self.ledger.begin(HOST, node, first, last, parts, where, holder)
         for at, low, high in path:
             if at.start + low < last and at.start + high > first:
                 at.saving = [*(at.saving or ()), transfer]
         return operation
 
-    def make_room(self, node: Node, last: int, need: dict[int, int]) -> bool:
-        """Evict from host what is least recently used, but nothing of the path that is about to be extended there."""
+    def make_room(self, node: Node, boundaries: tuple[int, ...], need: dict[int, int]) -> bool:
+        """Evict from host what is least recently used, but nothing of the path that is about to be extended there: of
+        the path to `node`, what requests that begin at these boundaries would read."""
+        holder = self._keep(node, boundaries)
+        fits = self.room.made(HOST, need)
+        holder.let_go(self.tree)
+        return fits
+
+    def can_make_room(self, node: Node, boundaries: tuple[int, ...], need: dict[int, int]) -> bool:
+        """Would `make_room` succeed? Nothing goes."""
+        holder = self._keep(node, boundaries)
+        fits = self.room.can_make(HOST, need)
+        holder.let_go(self.tree)
+        return fits
+
+    def _keep(self, node: Node, boundaries: tuple[int, ...]) -> Holder:
         tree = self.tree
         kept: dict[tuple[int, int], Ids] = {}
         for g in tree.loose:
-            ids = self._window_on_host(node, g, last)
+            ids = np.concatenate([self._window_on_host(node, g, at) for at in boundaries])
             if len(ids):
-                kept[HOST, g] = ids
-        holder = hold(tree, node, (HOST,), (0, last), kept)
-        fits = self.room.made(HOST, need)
-        holder.let_go(tree)
-        return fits
+                kept[HOST, g] = ids if len(boundaries) == 1 else np.unique(ids)
+        for g in tree.slots:
+            snapshot = tree.copy_in(node, HOST).pages[g] if node.end in boundaries else None
+            if snapshot:
+                kept[HOST, g] = np.array([snapshot], np.int32)
+        return hold(tree, node, (HOST,), (0, max(boundaries)), kept)
 
-    def _window_on_host(self, node: Node, g: int, last: int) -> Ids:
-        """What host has of the pages that a request beginning at page `last` would read."""
+    def _window_on_host(self, node: Node, g: int, boundary: int) -> Ids:
+        """What host has of the pages that a request beginning at `boundary` would read."""
         tree = self.tree
         found = [
             as_ids(tree.copy_in(at, HOST).pages[g][4 * first : 4 * high])
-            for low, end in tree.families[g].pages_read(last * tree.page_size)
+            for low, end in tree.families[g].pages_read(boundary * tree.page_size)
             for at, first, high in tree.cover(node, low, end)
             if tree.copy_in(at, HOST).pages[g] is not None
         ]

@@ -7,6 +7,7 @@ the host pages it reads until it is acknowledged, and the path to them with it.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -70,6 +71,7 @@ class Stored:
         self.backups: dict[int, Holder] = {}
         self.later: list[Span] = []  # saved, but host lacks pages above them: to be backed up when it has those
         self.whole = len(saves.savable) == len(tree.groups)  # what no group could be served from host, is not fetched
+        self.cuts_anywhere = len(tree.closed) == len(tree.groups)  # any first part of what can be served can be served
 
     # ---- questions
 
@@ -110,17 +112,14 @@ class Stored:
         self, binding: Binding, tokens: bytes, first: int, last: int, hashes: list[bytes] | None
     ) -> StoreOperation | None:
         tree, root = self.tree, binding._root
-        if not root.hooked or not self.whole:
-            return None
-        path = tree.walk(root, tokens[: first * tree.page_bytes])
-        if tree.closed and path.deepest_closed(first) < first:
+        node = self._above(root, tokens, first)
+        if node is None:
             return None
         where = self._where(first, last, len(tokens) // 4)
-        need = {g: sum([high - low for low, high in spans]) for g, spans in where.items()}
+        need = _sizes(where)
         if hashes is None:
             hashes = self.hashes(root, tokens, first, last)
-        node = path.nodes[-1] if path.nodes else root.top
-        if not self.room.has(HOST, need) and not self.saves.make_room(node, last, need):
+        if not self.room.has(HOST, need) and not self.saves.make_room(node, (first, last), need):
             self.ledger.counts["fetches_skipped"] += 1
             return None
         targets = {
@@ -131,6 +130,28 @@ class Stored:
         self.ledger.counts["fetches"] += 1
         pages = {tree.groups[g].name: ids for g, ids in targets.items()}
         return StoreOperation(op, root.namespace, first, hashes, pages)
+
+    def fetchable_run(self, binding: Binding, tokens: bytes, first: int, last: int) -> int:
+        """For how many of the pages [first, last), from the first on, `begin_fetch` would find room."""
+        node = self._above(binding._root, tokens, first)
+        if node is None:
+            return 0
+
+        def too_much(end: int) -> bool:
+            need = _sizes(self._where(first, end, len(tokens) // 4))
+            return not self.room.has(HOST, need) and not self.saves.can_make_room(node, (first, end), need)
+
+        return bisect_left(range(first + 1, last + 1), True, key=too_much) if too_much(last) else last - first
+
+    def _above(self, root: Root, tokens: bytes, first: int) -> Node | None:
+        """The node that fetched pages from `first` on would follow; None if nobody could reach them there."""
+        tree = self.tree
+        if not root.hooked or not self.whole:
+            return None
+        path = tree.walk(root, tokens[: first * tree.page_bytes])
+        if tree.closed and path.deepest_closed(first) < first:
+            return None
+        return path.nodes[-1] if path.nodes else root.top
 
     def _where(self, first: int, last: int, length: int) -> dict[int, Ranges]:
         """By group: the pages of [first, last) without which a prompt of `length` tokens cannot begin at `last`."""
@@ -323,6 +344,11 @@ class _Imagined(Path):
     def deepest_slot(self, index: int, limit: int) -> int:
         at = self.there[index][: max(0, limit - self.start)].nonzero()[0]
         return self.start + int(at[-1]) + 1 if len(at) else self.start
+
+
+def _sizes(where: Mapping[int, Ranges]) -> dict[int, int]:
+    """How many pages of each group that is."""
+    return {g: sum([high - low for low, high in spans]) for g, spans in where.items()}
 
 
 def _within(spans: Ranges, first: int, last: int) -> Ranges:

@@ -1,8 +1,10 @@
 """The store: what a new request lacks is looked up there, fetched to host, and found there by its admission.
 
     submit --- enough is missing here ---> lookup ---> enough is there ---> fetch ---> lands on host
-                      |                      |                                |
-                      +------- else ---------+--- too late, failed: ----------+----> the request waits to come in
+                      |                    |    ^             |               |
+                      |                    |    +-- fewer? ---+ host is       |
+                      |                    |                    too small     |
+                      +------- else -------+---- too late, failed: -----------+----> the request waits to come in
 
 A request that is fetching holds nothing; whoever is behind it goes on. An operation belongs to the cache, not to those
 who wait for it: they may end or lose patience, and it still keeps its pages until its event comes. What host has been
@@ -15,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sapwood.cache import HybridPrefixCache, Namespace, Span, StoreOperation
+from sapwood.cache import Binding, HybridPrefixCache, Namespace, Span, StoreOperation
 
 from .config import SchedulerConfig
 from .events import BackupDone, FetchDone, LookupDone, ProtocolError
@@ -36,13 +38,14 @@ class Lookup(NamedTuple):
 class _Search:
     """One lookup, and then perhaps one fetch, for everybody who lacks the same pages."""
 
-    __slots__ = ("deadline", "first", "hashes", "pages", "seeker", "waiters")
+    __slots__ = ("cut", "deadline", "first", "hashes", "pages", "seeker", "waiters")
 
-    def __init__(self, seeker: Request, first: int, hashes: list[bytes], deadline: int) -> None:
+    def __init__(self, seeker: Request, first: int, hashes: list[bytes]) -> None:
         self.seeker = seeker  # whose prompt it is
         self.first = first
         self.hashes = hashes
-        self.deadline = deadline
+        self.deadline = 0
+        self.cut = False  # it asks again, for what host can take
         self.pages = 0  # that are fetched, once they are
         self.waiters: dict[Request, bool] = {}  # and whether each has looked before, and joined another then
 
@@ -62,7 +65,7 @@ class Prefetch:
         self.backing: set[int] = set()
         self.by_hash: dict[bytes, _Search] = {}  # first missing page -> who is after it
         self.seeking: dict[Request, _Search] = {}  # who waits for what
-        self.counts = {"lookups": 0, "joined": 0, "hits": 0, "late": 0}
+        self.counts = {"lookups": 0, "joined": 0, "hits": 0, "shortened": 0, "late": 0}
 
     @property
     def waiters(self) -> int:
@@ -95,15 +98,19 @@ class Prefetch:
         if search is not None and search.seeker.binding.hooked:
             self.counts["joined"] += 1
         else:
-            search = _Search(request, missing.first, missing.hashes, self.ticks + self.config.lookup_ticks)
-            op = self.cache.next_op()
-            self.by_hash[missing.hashes[0]] = self.looking[op] = search
-            self.lookups.append(Lookup(op, request.binding.namespace, missing.first, missing.hashes))
-            self.counts["lookups"] += 1
+            search = self.by_hash[missing.hashes[0]] = _Search(request, missing.first, missing.hashes)
+            self._look_up(search)
         self.waiting.remove(request)
         request.happens("looking in the store")
         search.waiters[request] = again
         self.seeking[request] = search
+
+    def _look_up(self, search: _Search) -> None:
+        op = self.cache.next_op()
+        self.looking[op] = search
+        self.lookups.append(Lookup(op, search.seeker.binding.namespace, search.first, search.hashes))
+        self.counts["lookups"] += 1
+        search.deadline = self.ticks + self.config.lookup_ticks
 
     def take(self) -> tuple[list[Lookup], list[StoreOperation], list[StoreOperation]]:
         """Lookups, fetches and backups to hand out with a plan."""
@@ -134,23 +141,39 @@ class Prefetch:
             raise ProtocolError(f"LookupDone: no lookup with number {event.op!r:.40} is under way")
         self._pages(event, len(search.hashes))
         del self.looking[event.op]
-        operation = self._begin_fetch(search, event.pages) if event.pages >= self.config.prefetch_threshold else None
-        if operation is None:
+        binding = self._asking(search)
+        if event.pages < self.config.prefetch_threshold or binding is None:
             self._over(search, search.first + event.pages)
             return
-        search.pages = event.pages
-        search.deadline = self.ticks + self.config.fetch_ticks + self.config.page_ticks * event.pages
+        tokens, first, pages = search.seeker.tokens, search.first, event.pages
+        fits = self.cache.fetchable_run(binding, tokens, first, first + pages)
+        if self.config.prefetch_threshold <= fits < pages:
+            if self.cache.cuts_anywhere:
+                pages = fits
+            elif not search.cut:
+                self._look_up_fewer(search, fits)
+                return
+        operation = self.cache.begin_fetch(binding, tokens, first, first + pages, search.hashes[:pages])
+        if operation is None:
+            self._over(search, first + event.pages)
+            return
+        search.pages = pages
+        search.deadline = self.ticks + self.config.fetch_ticks + self.config.page_ticks * pages
         self.fetching[operation.op] = search
         self.fetches.append(operation)
         self.counts["hits"] += 1
+        self.counts["shortened"] += search.cut or pages < event.pages
 
-    def _begin_fetch(self, search: _Search, pages: int) -> StoreOperation | None:
-        """The prompt is that of the one who asked; it may have ended meanwhile, while others wait for its pages."""
-        for request in search.waiters:
-            if request.binding.hooked:
-                last, hashes = search.first + pages, search.hashes[:pages]
-                return self.cache.begin_fetch(request.binding, search.seeker.tokens, search.first, last, hashes)
-        return None
+    @staticmethod
+    def _asking(search: _Search) -> Binding | None:
+        """The binding of somebody who waits and could find what comes. The one who asked may have ended meanwhile."""
+        return next((request.binding for request in search.waiters if request.binding.hooked), None)
+
+    def _look_up_fewer(self, search: _Search, pages: int) -> None:
+        """Host cannot take what the store has. Where, within what it can take, could every group be served?"""
+        search.cut = True
+        search.hashes = search.hashes[:pages]
+        self._look_up(search)
 
     def fetch_done(self, event: FetchDone) -> None:
         search = self.fetching.get(event.op)

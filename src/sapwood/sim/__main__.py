@@ -24,9 +24,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _replay(args: argparse.Namespace) -> int:
     """A trace through schedulers of several sizes, one line each."""
     try:
+        if args.store_pages and not all(args.host_pages):
+            raise ValueError("--store-pages needs --host-pages, through which pages come")
         asked = read_trace(args.trace, args.limit)
     except (OSError, ValueError) as error:
-        sys.stderr.write(f"python -m sapwood.sim replay: {error}\n")
+        said = f"{args.trace}: {error.strerror}" if isinstance(error, OSError) else error
+        sys.stderr.write(f"python -m sapwood.sim replay: {said}\n")
         return 2
     gc.disable()  # nothing here is in cycles, and full collections cost more than the scheduler
     mean, blocks = sum(one.length for one in asked) / len(asked), sum(len(one.blocks) for one in asked)
@@ -34,9 +37,6 @@ def _replay(args: argparse.Namespace) -> int:
         f"{len(asked)} requests of {mean:.0f} tokens in the mean, {blocks} blocks; "
         f"a cache without limits hits {unlimited_rate(asked):.3f} of them\n{_HEAD}\n"
     )
-    if args.store_pages and not all(args.host_pages):
-        sys.stderr.write("python -m sapwood.sim replay: --store-pages needs --host-pages, through which pages come\n")
-        return 2
     for device in args.device_pages:
         for host in args.host_pages:
             begin = time.monotonic()

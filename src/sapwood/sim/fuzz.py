@@ -63,7 +63,13 @@ class Report:
     computed: int
     recomputed: int
     events: int
+    backups: int = 0
+    fetches: int = 0  # begun
     fetched: int = 0  # pages from the store that were of use
+    joined: int = 0  # requests that waited for what another had asked for
+    shortened: int = 0  # fetches cut to what host could take
+    partial: int = 0  # fetches of which a part came
+    lost: int = 0  # ... and nothing that was of use
     late: int = 0  # deadlines that passed
 
     def __str__(self) -> str:
@@ -72,7 +78,8 @@ class Report:
             f"{self.digest[:16]}  {self.layout}, seed {self.seed}: {self.steps} steps ({self.failed_steps} failed), "
             f"{self.requests} requests ({ends}; {self.refused} refused), {self.retractions} retractions, "
             f"{self.evictions} evictions of namespaces, {self.transfers} transfers, {self.events} events, "
-            f"{self.fetched} pages fetched, {self.late} deadlines missed, "
+            f"{self.backups} backups, {self.fetches} fetches ({self.fetched} pages; {self.joined} joined, "
+            f"{self.shortened} shortened, {self.partial} in part, {self.lost} lost), {self.late} deadlines missed, "
             f"prompt tokens {self.cached} cached, {self.computed} computed, {self.recomputed} again"
         )
 
@@ -150,9 +157,10 @@ class Fuzz:
         self.losing = rng.choice([0.0, 0.0, 0.2])
         self.hanging = self.lying = 0.0
         if self.config.store:
-            self.hanging = rng.choice([0.0, 0.0, 0.05, 0.4])  # of what goes to the store
+            self.hanging = rng.choice([0.0, 0.0, 0.05, 0.3])  # of what goes to the store
             self.lying = rng.choice([0.0, 0.0, 0.2])
-            self.unloads = rng.choice([0.01, 0.04])  # after it the store has what nobody else has
+            self.losing = rng.choice([0.0, 0.05, 0.3])
+            self.unloads = rng.choice([0.03, 0.06])  # after it the store has what nobody else has
             self.arriving = max(self.arriving, 0.2)
             self.traffic.repeats()
         self.hung: set[int] = set()  # operations that do not come back for now
@@ -175,6 +183,7 @@ class Fuzz:
                 "cached",
                 "computed",
                 "recomputed",
+                "partial",
             ),
             0,
         )
@@ -189,6 +198,7 @@ class Fuzz:
             self.round()
         self.drain()
         self.leave_nothing()
+        transfers, store = self.cache.stats()["transfers"], self.scheduler.stats()["store"]
         return Report(
             self.layout,
             self.seed,
@@ -196,8 +206,13 @@ class Fuzz:
             ended=self.ended,
             retractions=int(self.cache.stats()["retracted"]),
             events=self.replays[0].count,
-            fetched=int(self.cache.stats()["transfers"]["pages_fetched"]),
-            late=int(self.scheduler.stats()["store"]["late"]),
+            backups=transfers["backups"],
+            fetches=transfers["fetches"],
+            fetched=transfers["pages_fetched"],
+            lost=transfers["fetches_failed"],
+            joined=store["joined"],
+            shortened=store["shortened"],
+            late=store["late"],
             **self.counts,
         )
 
@@ -239,8 +254,13 @@ class Fuzz:
         for op in rng.sample(list(self.executor.moving), len(self.executor.moving)):
             if rng.random() < chance and op not in self.hung:
                 ok, lying = rng.random() >= self.losing, rng.random() < self.lying
-                events.append(self.executor.land(op, ok, self.losing / 2, lying))
+                exchange = self.executor.double.exchanges.get(op)
+                event = self.executor.land(op, ok, self.losing / 2, lying)
+                events.append(event)
                 self.counts["transfers"] += 1
+                self.counts["partial"] += bool(
+                    exchange and isinstance(event, FetchDone) and 0 < event.pages < len(exchange[1].hashes)
+                )
         if self.config.store and rng.random() < 0.3:
             events.append(Tick(rng.choice([0, 1, 2, 20])))
         if events:

@@ -15,7 +15,8 @@ Random = random.Random
 @dataclass(frozen=True)
 class Layout:
     """Families of the groups and the size of a page. `tiny`: with as little memory as one request can run in. `store`:
-    with host memory and a store behind it; `pair`: two schedulers share it."""
+    with host memory and a store behind it; `pair`: two schedulers share it. `evict`: host gets what leaves the
+    device."""
 
     families: tuple[str, ...]
     page: int = 16
@@ -23,6 +24,7 @@ class Layout:
     host: bool = False
     store: bool = False
     pair: bool = False
+    evict: bool = False
 
     def config(self, rng: Random) -> SchedulerConfig:
         """A scheduler's configuration with this layout. Everything else is drawn from `rng`. With a headroom of 0 more
@@ -34,8 +36,8 @@ class Layout:
             store = {
                 "store": True,
                 "prefetch_threshold": rng.choice([1, 1, 1, 2, 4]),
-                "lookup_ticks": rng.choice([5, 100, 1000]),
-                "fetch_ticks": rng.choice([5, 100, 1000]),
+                "lookup_ticks": rng.choice([10, 100, 1000]),
+                "fetch_ticks": rng.choice([10, 100, 1000]),
                 "page_ticks": rng.choice([0, 1]),
             }
         return SchedulerConfig(
@@ -47,7 +49,7 @@ class Layout:
             mixed=rng.random() < 0.7,
             events=rng.random() < 0.5,
             policy=rng.choice(["fcfs", "prefix"]),
-            host_policy=rng.choice(["through", "evict"]) if self.host else "through",
+            host_policy="evict" if self.evict else rng.choice(["through", "evict"]) if self.host else "through",
             max_tries=rng.choice([1, 3]),
             max_overtaken=rng.choice([0, 2, 64]),
             headroom=0 if crowded else rng.choice([1, page, 64]),
@@ -65,8 +67,9 @@ class Layout:
         names = [f"{family}{self.families[:i].count(family) or ''}" for i, family in enumerate(self.families)]
         groups = [makers[family](rng, name) for family, name in zip(self.families, names, strict=True)]
         if self.host or self.store:
-            times = rng.choice([1, 1, 2] if self.store else [1, 2, 5])
-            groups = [replace(group, host_pages=times * group.device_pages) for group in groups]
+            # A small host has to cut what a neighbour with a large one has put in the store.
+            times = rng.choice([0.25, 2] if self.pair else [0.5, 1, 1, 2] if self.store else [1, 2, 5])
+            groups = [replace(group, host_pages=max(1, int(times * group.device_pages))) for group in groups]
         return tuple(groups)
 
     def _full(self, rng: Random, name: str) -> CacheGroup:
@@ -116,6 +119,10 @@ LAYOUTS: dict[str, Layout] = {
     "full+2windows+state@store": Layout(_FULL + _WINDOW + _WINDOW + _STATE, 4, store=True),
     "window+state@store": Layout(_WINDOW + _STATE, 4, store=True),
     "tiny-full+window@store": Layout(_FULL + _WINDOW, 4, tiny=True, store=True),
+    "full@store-evict": Layout(_FULL, 4, store=True, evict=True),
+    "full+window@store-evict": Layout(_FULL + _WINDOW, 4, store=True, evict=True),
+    "full+2windows+state@store-evict": Layout(_FULL + _WINDOW + _WINDOW + _STATE, 4, store=True, evict=True),
+    "full@pair": Layout(_FULL, 4, store=True, pair=True),
     "full+window@pair": Layout(_FULL + _WINDOW, 4, store=True, pair=True),
     "full+2windows+state@pair": Layout(_FULL + _WINDOW + _WINDOW + _STATE, 4, store=True, pair=True),
     "tiny-full": Layout(_FULL, 4, tiny=True),

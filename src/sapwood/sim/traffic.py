@@ -68,12 +68,14 @@ class Traffic:
         self.ranks = rng.choice([1, 1, 3])  # priorities
         self.choosy = rng.choice([0.0, 0.2])  # requests that read or write nothing
         self.systems = [self._words(rng.randint(1, self.wordy)) for _ in range(3)]
+        self.alike = 0.75  # prompts that begin as others did
         self.turns: dict[str, _Session] = {}
 
     def repeats(self) -> None:
         """From now on prompts are longer and more alike, in few namespaces: what a store is for."""
         self.spaces, self.wordy = self.spaces[:2], max(self.wordy, 6 * self.page)
         self.systems = [self._words(self.random.randint(self.page, self.wordy)) for _ in range(2)]
+        self.alike = 0.95
 
     # ---- what arrives
 
@@ -148,7 +150,7 @@ class Traffic:
         pick = rng.random()
         if pick < 0.25:
             head = rng.choice(self.systems)
-        elif pick < 0.75 and self.bodies:
+        elif pick < self.alike and self.bodies:
             head = rng.choice(self.bodies)
             cut = rng.random()
             if cut < 0.4:

@@ -89,22 +89,30 @@ class FileBackend(Backend):
 
     def get(self, items: Sequence[Item]) -> Iterator[Got]:
         head = self._head()
-        for i, item in enumerate(items):
-            digest = _digest(item.name)
-            try:
-                fd = os.open(self._path(digest), os.O_RDONLY)
-            except (FileNotFoundError, NotADirectoryError):
-                yield Got(i, b"", MISSING)
-                continue
-            try:
-                size = self._read(fd, head, item)
-                self._use(digest, fd, charge(max(size, 0)))
-            except OSError:  # a bad sector, a stale handle: this one key
-                yield Got(i, b"", FAILED)
-                continue
-            finally:
-                os.close(fd)
-            yield Got(i, head[: min(size, HEAD_BYTES)], max(0, size - _BLOCK))
+        now = time.time()
+        used: list[bytes] = []
+        try:
+            for i, item in enumerate(items):
+                digest = _digest(item.name)
+                try:
+                    fd = os.open(self._path(digest), os.O_RDONLY)
+                except (FileNotFoundError, NotADirectoryError):
+                    yield Got(i, b"", MISSING)
+                    continue
+                try:
+                    size = self._read(fd, head, item)
+                    if self._written_down(digest, now):
+                        used.append(digest)
+                    else:
+                        self._write_down(digest, fd, charge(size), now)
+                except OSError:  # a bad sector, a stale handle: this one key
+                    yield Got(i, b"", FAILED)
+                    continue
+                finally:
+                    os.close(fd)
+                yield Got(i, head[: min(size, HEAD_BYTES)], max(0, size - _BLOCK))
+        finally:
+            self._use(used)
 
     def _read(self, fd: int, head: memoryview, item: Item) -> int:
         """What is in the page cache is copied from there; what is not comes straight from the disk, where it can, and
@@ -283,20 +291,29 @@ class FileBackend(Backend):
         try:
             if os.fstat(fd).st_size != size:
                 return False
-            self._use(digest, fd, charge(size))
+            now = time.time()
+            if self._written_down(digest, now):
+                self._use([digest])
+            else:
+                self._write_down(digest, fd, charge(size), now)
         finally:
             os.close(fd)
         return True
 
-    def _use(self, digest: bytes, fd: int, cost: int) -> None:
-        now = time.time()
+    def _written_down(self, digest: bytes, now: float) -> bool:
+        """Whether the file's mtime tells well enough that it is used now."""
         known = self._index.get(digest)
-        if known is None or now > known.used + _FRESH:
-            with contextlib.suppress(OSError):  # a file system that is read-only now still serves
-                os.utime(fd, (now, now))
-            self._note(digest, cost, now)
-        else:
-            with self._lock:
+        return known is not None and now <= known.used + _FRESH
+
+    def _write_down(self, digest: bytes, fd: int, cost: int, now: float) -> None:
+        with contextlib.suppress(OSError):  # a file system that is read-only now still serves
+            os.utime(fd, (now, now))
+        self._note(digest, cost, now)
+
+    def _use(self, digests: Sequence[bytes]) -> None:
+        """These are the most recently used now, in the order of this process."""
+        with self._lock:
+            for digest in digests:
                 if digest in self._index:
                     self._index.move_to_end(digest)
 

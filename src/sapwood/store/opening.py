@@ -16,7 +16,7 @@ from .keys import Fingerprint
 from .memory import MemoryBackend
 from .mooncake import MooncakeBackend
 from .protocol import Backend
-from .redis import RedisBackend
+from .redis import RedisBackend, Tls
 from .uri import Where
 
 
@@ -32,8 +32,9 @@ def open_store(
 ) -> Store:
     """Open the store at `uri`.
 
-    file:///path?size=20GiB · redis://host:port/db?ttl=3600 · redis+cluster://host:port · mooncake://master:port ·
-    memory://name?size=1GiB; with `faulty+` before it and faults among its options, it misbehaves as told.
+    file:///path?size=20GiB · redis://host:port/db?ttl=3600 · rediss:// (with TLS) · redis+cluster://host:port ·
+    mooncake://master:port · memory://name?size=1GiB; with `faulty+` before it and faults among its options, it
+    misbehaves as told.
     Raises ValueError for a URI that is wrong and StoreError for a place that cannot be used.
     """
     if not isinstance(fingerprint, Fingerprint):
@@ -72,19 +73,34 @@ def _file(where: Where) -> Backend:
 
 
 def _redis(where: Where) -> Backend:
-    always = where.scheme.endswith("+cluster")
-    cluster = where.take("cluster", uris.whole, 1 if always else 0)
+    scheme = where.scheme.removeprefix("faulty+")
+    cluster = where.take("cluster", uris.yes, False) or scheme.endswith("+cluster")
     ttl = where.take("ttl", uris.whole, 0)
     timeout = where.take("timeout", uris.seconds, 2.0)
-    where.no_more("ttl, timeout, cluster")
+    known = "ttl, timeout, cluster"
+    tls = None
+    if scheme.startswith("rediss"):
+        insecure = where.take("insecure", uris.yes, False)
+        ca, cert, key = (where.take(name, uris.path, "") for name in ("ca", "cert", "key"))
+        if bool(cert) is not bool(key):
+            raise ValueError(f"cert and key of {where.scheme}:// must be given together: the client's certificate")
+        if insecure and ca:
+            raise ValueError(
+                f"of ca and insecure, {where.scheme}:// takes one: either it looks whom it talks to or not"
+            )
+        tls = Tls(ca or None, cert or None, key or None, insecure)
+        known += ", ca, cert, key, insecure"
+    elif where.options.keys() & {"ca", "cert", "key", "insecure"}:
+        raise ValueError(f"ca, cert, key and insecure are options of rediss://, and {where.scheme}:// is without TLS")
+    where.no_more(known)
     if not where.host:
-        raise ValueError("host of redis:// must be given: redis://host:6379/0")
+        raise ValueError(f"host of {where.scheme}:// must be given: {where.scheme}://host:6379")
     database = where.path.strip("/")
     if database and not (database.isdecimal() and len(database) < 6):
-        raise ValueError("database of redis:// must be a number: redis://host:6379/0")
-    if (cluster or always) and database not in ("", "0"):
+        raise ValueError(f"database of {where.scheme}:// must be a number: {where.scheme}://host:6379/0")
+    if cluster and database not in ("", "0"):
         raise ValueError("database of a Redis cluster must be 0 or left out")
-    return RedisBackend(where, ttl or None, timeout, bool(cluster or always))
+    return RedisBackend(where, ttl or None, timeout, cluster, tls)
 
 
 def _mooncake(where: Where) -> Backend:
@@ -113,7 +129,9 @@ def _memory(where: Where) -> Backend:
 _SCHEMES: dict[str, Callable[[Where], Backend]] = {
     "file": _file,
     "redis": _redis,
+    "rediss": _redis,
     "redis+cluster": _redis,
+    "rediss+cluster": _redis,
     "mooncake": _mooncake,
     "memory": _memory,
 }

@@ -1,4 +1,5 @@
-"""`redis://[user:password@]host:port/db?ttl=3600`: Redis or Valkey, alone or (`redis+cluster://`) as a cluster.
+"""`redis://[user:password@]host:port/db?ttl=3600`: Redis or Valkey, alone or (`redis+cluster://`) as a cluster;
+`rediss://` and `rediss+cluster://` with TLS.
 
 One string a value, header and page. Pipelines of single commands: joining large values for MSET is slower, and across
 slots it is refused. In a cluster every node has a pipeline of its own, so a dead node costs its own keys only.
@@ -7,10 +8,12 @@ slots it is refused. In a cluster every node has a pipeline of its own, so a dea
 from __future__ import annotations
 
 import contextlib
+import logging
+import ssl
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .protocol import FAILED, MISSING, Backend, Got, Kept, StoreError
 from .values import HEAD_BYTES, Item
@@ -18,7 +21,39 @@ from .values import HEAD_BYTES, Item
 if TYPE_CHECKING:
     from .uri import Where
 
+log = logging.getLogger("sapwood.store")
+
 _LOOK_AGAIN = 1.0  # seconds between two looks at which node has which slots
+
+
+class Tls(NamedTuple):
+    """Whom to trust (`ca` None: the system's authorities), and who we are, as files. `insecure`: trust anybody."""
+
+    ca: str | None
+    cert: str | None
+    key: str | None
+    insecure: bool
+
+    def options(self, where: Where) -> dict[str, Any]:
+        """What the client is made with. The files are read once, now: a mistake in them should have a name."""
+        for name, file in (("ca", self.ca), ("cert", self.cert)):
+            try:
+                if file is not None and name == "ca":
+                    ssl.create_default_context(cafile=file)
+                elif file is not None:
+                    ssl.create_default_context().load_cert_chain(file, self.key)
+            except OSError as error:  # an ssl.SSLError is one
+                what = "cert and key" if name == "cert" else name
+                said = "no certificate in PEM" if isinstance(error, ssl.SSLError) else str(error.strerror).lower()
+                raise StoreError(f"{where.shown}: {what} cannot be used: {file}: {said}") from None
+        return {
+            "ssl": True,
+            "ssl_ca_certs": self.ca,
+            "ssl_certfile": self.cert,
+            "ssl_keyfile": self.key,
+            "ssl_cert_reqs": "none" if self.insecure else "required",
+            "ssl_check_hostname": not self.insecure,
+        }
 
 
 class RedisBackend(Backend):
@@ -28,7 +63,7 @@ class RedisBackend(Backend):
     workers = 2
     part_bytes = 4 << 20  # a pipeline holds a copy of what it sends
 
-    def __init__(self, where: Where, ttl: int | None, timeout: float, cluster: bool) -> None:
+    def __init__(self, where: Where, ttl: int | None, timeout: float, cluster: bool, tls: Tls | None = None) -> None:
         try:
             import redis
         except ImportError:
@@ -49,6 +84,7 @@ class RedisBackend(Backend):
             "socket_timeout": timeout,
             "socket_connect_timeout": min(timeout, 1.0),
             "decode_responses": False,
+            **(tls.options(where) if tls is not None else {}),
         }
         self._client: Any
         try:
@@ -59,13 +95,26 @@ class RedisBackend(Backend):
                     **options, db=_database(where.path), retry=retry, retry_on_error=[], max_connections=self.workers
                 )
             self._try_out()
-        except redis.AuthenticationError:
-            raise StoreError(f"{where.shown}: the server does not accept this user and password") from None
-        except redis.ResponseError as error:
-            raise StoreError(f"{where.shown}: the server refuses: {self._clean(error, where)}") from None
         except (*self._errors, IndexError) as error:
-            kind = "cluster" if cluster else "server"
-            raise StoreError(f"{where.shown}: no Redis {kind} answers there: {self._clean(error, where)}") from None
+            raise StoreError(f"{where.shown}: {self._clean(self._why(error, tls is not None), where)}") from None
+        if tls is not None and tls.insecure:
+            log.warning("store %s: insecure=1: whoever answers there is trusted", where.shown)
+
+    def _why(self, error: BaseException, tls: bool) -> str:
+        """Why the first contact failed, in words that say what to do. The client hides causes behind causes."""
+        wrong = self._redis.exceptions
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, ssl.SSLCertVerificationError):
+                return f"its certificate is refused ({cause.verify_message}); ca=/path in the URI says whom to trust"
+            if isinstance(cause, wrong.AuthenticationError):
+                return "the server does not accept this user and password"
+            if isinstance(cause, wrong.ResponseError):
+                return f"the server refuses: {cause}"
+            cause = cause.__cause__ or cause.__context__
+        kind = "cluster" if self._cluster else "server"
+        spoke = "with TLS; a server without it is redis://" if tls else "without TLS; a server with it is rediss://"
+        return f"no Redis {kind} answers there ({spoke}): {error}"
 
     def _try_out(self) -> None:
         """The commands that will be used, once."""
@@ -74,8 +123,7 @@ class RedisBackend(Backend):
             self._client.getex("sapwood:try", ex=self._ttl)
 
     @staticmethod
-    def _clean(error: Exception, where: Where) -> str:
-        text = str(error)
+    def _clean(text: str, where: Where) -> str:
         for secret in (where.password, where.user):
             if secret:
                 text = text.replace(secret, "***")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -113,6 +114,18 @@ def share(what: str, text: str) -> float:
     if not 0 <= number <= 1:
         raise ValueError(f"{what} must be a number from 0 to 1, got {text!r:.60}")
     return number
+
+
+def path(what: str, text: str) -> str:
+    if not os.path.isabs(text) or "\0" in text:
+        raise ValueError(f"{what} must be the absolute path of a file, got {text!r:.60}")
+    return text
+
+
+def yes(what: str, text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError(f"{what} must be 1 (yes) or 0 (no), got {text!r:.60}")
+    return text == "1"
 
 
 def word(what: str, text: str) -> str:
