@@ -33,6 +33,7 @@ VERSION = 1
 _MARK = "sapwood-store"
 _BLOCK = 4096  # the header's room: so that pages can be read straight from the disk to where they belong
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_SMALL = 128 << 10  # reading pages below this size is mostly Python: two threads at once take twice as long as in turn
 _FRESH = 30.0  # seconds within which a second use of a file is not written to disk
 
 
@@ -61,6 +62,7 @@ class FileBackend(Backend):
         self._local = threading.local()
         self._aligned: set[int] = set()
         self._direct = True  # until the file system says no
+        self._turn = threading.Lock()  # of those who read small pages
         self._lock = threading.Lock()  # of what follows
         self._index: OrderedDict[bytes, Known] = OrderedDict()  # least recently used first
         self._known = 0
@@ -88,6 +90,13 @@ class FileBackend(Backend):
         return [os.path.exists(self._path(_digest(name))) for name in names]
 
     def get(self, items: Sequence[Item]) -> Iterator[Got]:
+        if items and len(items[0].page) < _SMALL:
+            with self._turn:
+                yield from self._get(items)
+        else:
+            yield from self._get(items)
+
+    def _get(self, items: Sequence[Item]) -> Iterator[Got]:
         head = self._head()
         now = time.time()
         used: list[bytes] = []
