@@ -16,7 +16,7 @@ from sapwood.store import StoreError
 from sapwood.store.values import Item
 
 from . import kit
-from .conftest import Place
+from ..conftest import Place
 
 _fresh = itertools.count()
 

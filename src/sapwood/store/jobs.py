@@ -95,12 +95,12 @@ class Store:
         if not isinstance(queue_pages, int) or isinstance(queue_pages, bool) or queue_pages < 1:
             raise ValueError(f"queue_pages must be an integer of at least 1, got {queue_pages!r:.60}")
         self._backend = backend
-        self._fingerprint = fingerprint
+        self.fingerprint = fingerprint
         self._shown = shown or type(backend).__name__
         self._queue_pages = queue_pages
         self.breaker = Breaker() if breaker is None else breaker
         self.missing = Missing() if missing is None else missing
-        self._on_report = on_report
+        self.on_report = on_report  # called on a worker's thread whenever a part of a job is over
         self._arenas: dict[str, Arena] = {}
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
@@ -134,7 +134,7 @@ class Store:
 
     def register(self, group: str, array: NDArray[np.uint8]) -> None:
         """Host memory of a group: a uint8 array [pages, page_bytes], whose row p is page p. Kept until `close`."""
-        arena = Arena(self._fingerprint, group, array)
+        arena = Arena(self.fingerprint, group, array)
         if group in self._arenas:
             raise ValueError(f"group {group!r} must be registered once, and was before")
         self._backend.register(group, array)
@@ -340,8 +340,8 @@ class Store:
                 why = f"{type(error).__name__}: {error}"
             with self._lock:
                 self._returned(job, why)
-            if self._on_report is not None:
-                self._on_report()
+            if self.on_report is not None:
+                self.on_report()
         if last:
             try:
                 self._backend.close()
