@@ -6,6 +6,7 @@ checked. So a wrong byte fails a test by itself, whatever the test is about.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -35,7 +36,7 @@ HYBRID = LAYOUTS[-1]
 EXTRA = {"full": 4096 - 8 * PAGE - 8, "wide": 293, "narrow": 0, "state": 77}  # bytes of a page beyond its digests
 WEIGHTS = b"weights of the machine".ljust(32, b".")
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)
-each_hand = pytest.mark.parametrize("hands", ["numpy", "torch"])
+each_hand = pytest.mark.parametrize("hands", ["numpy", "late", "torch"])
 
 
 class Watched(Tiers):
@@ -48,6 +49,43 @@ class Watched(Tiers):
         for event in events:
             self.witness.arrived(event)
         return events
+
+
+class Sticky(FaultyBackend):
+    """A faulty backend in which whole kinds of calls hang until `release`, and then do their work."""
+
+    stuck: tuple[str, ...] = ()
+
+    def _begin(self, call: str, names: Sequence[str]) -> None:
+        free = self._free
+        if call in self.stuck:
+            free.wait(60)
+        super()._begin(call, names)
+
+
+class Late(NumpyMover):
+    """Moves bytes when it is asked what is over, as often as `chance` says, in any order; none while it is `stuck`."""
+
+    stuck = False
+    chance = 1.0
+
+    def __init__(self, device: DeviceArena, host: HostArena) -> None:
+        super().__init__(device, host)
+        self.random = random.Random(0)
+        self.waiting: dict[int, tuple[Any, list[Any]]] = {}
+
+    def _begin(self, kind: Any, op: int, parts: list[Any]) -> None:
+        self.waiting[op] = (kind, parts)
+
+    def _advance(self) -> None:
+        for op in self.random.sample(list(self.waiting), len(self.waiting)):
+            if not self.stuck and self.random.random() < self.chance:
+                kind, parts = self.waiting.pop(op)
+                super()._begin(kind, op, parts)
+
+    def _block(self, op: int) -> None:
+        kind, parts = self.waiting.pop(op)
+        super()._begin(kind, op, parts)
 
 
 class Failing:
@@ -75,14 +113,14 @@ class Machine:
         *,
         pages: int = 40,
         host: int = 40,
-        hands: str = "numpy",
+        hands: str = "late",
         page: int = PAGE,
         weights: bytes = WEIGHTS,
         depot: Depot | None = None,
         tick_seconds: float = 0.01,
         fingerprint: dict[str, Any] | None = None,
         breaker: Breaker | None = None,
-        mover: type[NumpyMover] = NumpyMover,
+        mover: type[NumpyMover] = Late,
         queue_pages: int = 8192,
         groups: Sequence[CacheGroup] | None = None,
         seed: int = 0,
@@ -100,7 +138,7 @@ class Machine:
         memory |= {(name, "host"): rows for name, rows in self.arena.pages.items()}
         self.witness = Witness(self.scheduler, memory, seed, depot=depot)
         self.mover = self._mover(hands, mover)
-        self.backend: FaultyBackend
+        self.backend: Sticky
         self.store: Store | None = None
         if uri:
             layouts = tuple(GroupLayout(g.name, g.family, g.page_bytes, g.window) for g in self.groups)
@@ -129,8 +167,8 @@ class Machine:
         return least_page_bytes(page, group) + EXTRA.get(group.name, 5)
 
     def _mover(self, hands: str, kind: type[NumpyMover]) -> Mover:
-        if hands == "numpy":
-            return kind(DeviceArena(self.device), self.arena)
+        if hands != "torch":
+            return (NumpyMover if hands == "numpy" else kind)(DeviceArena(self.device), self.arena)
         need("torch")
         import torch
 
@@ -139,8 +177,8 @@ class Machine:
         tensors = {name: torch.from_numpy(rows) for name, rows in self.device.items()}
         return TorchMover(TorchArena(tensors), self.arena)
 
-    def _wrap(self, inner: Any) -> FaultyBackend:
-        self.backend = FaultyBackend(inner, 7)
+    def _wrap(self, inner: Any) -> Sticky:
+        self.backend = Sticky(inner, 7)
         return self.backend
 
     # ---- what a test says
@@ -186,6 +224,24 @@ class Machine:
         while not self.step().plan.empty or self.tiers.busy:
             assert time.monotonic() < end, f"it does not come to rest: {self.tiers.stats()}"
             self.loop.rest(0.2)
+
+    def until_it_is(self, id: str, state: str) -> None:
+        """Go on until a request is looking, fetching, loading or decoding. It stays so until `go_on`."""
+        self.backend.stuck = {"looking": ("exists",), "fetching": ("get",)}.get(state, ())
+        if isinstance(self.mover, Late):
+            self.mover.stuck = state == "loading"
+        begun = {"looking": "lookups", "fetching": "fetches", "loading": "loads"}
+        if state == "decoding":
+            self.until(lambda: self.said[id])
+        else:
+            self.until(lambda: self.tiers.stats()[begun[state]] == 1)
+
+    def go_on(self) -> None:
+        """Nothing hangs any more."""
+        self.backend.stuck = ()
+        self.backend.release()
+        if isinstance(self.mover, Late):
+            self.mover.stuck = False
 
     def serve(self, id: str, tokens: Any, max_tokens: int = 3, **more: Any) -> Ended:
         """One request to its end, and all it has left to do."""

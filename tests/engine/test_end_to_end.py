@@ -14,7 +14,6 @@ from dataclasses import replace
 import pytest
 
 from sapwood.cache import CacheGroup, Namespace
-from sapwood.engine import NumpyMover
 from sapwood.scheduler import RequestSpec
 from sapwood.sim.depot import Depot
 from sapwood.store import Breaker, Faults
@@ -22,7 +21,7 @@ from sapwood.store import Breaker, Faults
 from ..conftest import Place
 from ..scheduler.driver import groups_of
 from ..store import kit
-from .machine import BASE, HYBRID, PAGE, PROMPT, Machine, each_hand, each_layout, toks
+from .machine import BASE, HYBRID, PAGE, PROMPT, Late, Machine, each_hand, each_layout, toks
 
 _fresh = itertools.count()
 
@@ -379,11 +378,9 @@ def test_t19_a_fetch_that_writes_after_its_deadline_writes_into_its_own_pages(tm
     maker.serve("ann", PROMPT)
     maker.close()
     machine = Machine(layout, uri, pages=12, host=12, tick_seconds=0.001, lookup_ticks=5000, fetch_ticks=50)
+    machine.backend.stuck = ("get",)
     machine.submit("ann", PROMPT)
-    machine.until(lambda: machine.scheduler.stats()["store"]["looking"])
-    machine.backend.faults = Faults(hang=1.0)
     machine.until(lambda: machine.tiers.stats()["held"] == 1)
-    machine.backend.faults = Faults()
     flight = machine.pages("host", "flight")
     assert any(flight.values())
     machine.see_to("ann")
@@ -393,11 +390,10 @@ def test_t19_a_fetch_that_writes_after_its_deadline_writes_into_its_own_pages(tm
         machine.see_to(f"crowd {n}")
         now = machine.pages("host", "flight")
         assert all(now[name] >= n for name, n in flight.items())
-    host = {name: rows.copy() for name, rows in machine.arena.pages.items()}
     assert machine.tiers.stats()["held"] == 1
-    machine.backend.release()
+    machine.go_on()
     machine.settle()
-    assert machine.tiers.stats()["held"] == 0 and host
+    assert machine.tiers.stats()["held"] == 0
     machine.close()
 
 
@@ -409,17 +405,15 @@ def test_t19_a_backup_that_is_late_keeps_what_it_reads(tmp_path, monkeypatch):
     """
     monkeypatch.setattr("sapwood.engine.tiers.timeout_for", lambda nbytes: 0.05)
     machine = Machine(HYBRID, f"memory://{tmp_path}", pages=12, host=12)
-    machine.backend.faults = Faults(hang=1.0)
+    machine.backend.stuck = ("put",)
     machine.submit("ann", PROMPT)
     machine.see_to("ann")
     machine.until(lambda: machine.tiers.stats()["held"] >= 1)
-    machine.backend.faults = Faults(full=1.0)
     for n in range(4):
         machine.submit(f"crowd {n}", toks(50 + n, 9 * PAGE), reads_cache=False)
         machine.see_to(f"crowd {n}")
     assert machine.tiers.stats()["held"] >= 1
-    machine.backend.faults = Faults()
-    machine.backend.release()
+    machine.go_on()
     machine.settle()
     fresh = Machine(HYBRID, f"memory://{tmp_path}", depot=machine.witness.double.depot)
     fresh.serve("ann", PROMPT)
@@ -496,23 +490,11 @@ def test_l04_unloaded_under_its_requests(tmp_path, layout, when):
     maker.serve("ann", PROMPT, namespace=space)
     maker.close()
     machine = Machine(layout, uri)
-    if when == "looking":
-        machine.backend.faults = Faults(hang=1.0)
     machine.submit("ann", PROMPT, 8, namespace=space)
-    if when == "fetching":
-        machine.until(lambda: machine.tiers.stats()["lookups"] == 1)
-        machine.backend.faults = Faults(slow=0.1)
-        machine.until(lambda: machine.tiers.stats()["fetches"] == 1)
-    elif when == "looking":
-        machine.until(lambda: machine.tiers.stats()["lookups"] == 1)
-    elif when == "loading":
-        machine.until(lambda: machine.tiers.stats()["loads"] == 1)
-    else:
-        machine.until(lambda: machine.said["ann"])
+    machine.until_it_is("ann", when)
     machine.scheduler.evict_namespace(space)
     machine.cache.check()
-    machine.backend.faults = Faults()
-    machine.backend.release()
+    machine.go_on()
     machine.see_to("ann")
     machine.settle()
     assert machine.ended["ann"].reason == "length"
@@ -587,7 +569,7 @@ def test_p09_a_failed_step_leaves_nothing_in_any_tier(place: Place, weights, lay
     machine.close()
 
 
-class LosesAGroup(NumpyMover):
+class LosesAGroup(Late):
     """Fails every transfer of one group, after it has moved the others."""
 
     lost = ""
@@ -650,16 +632,12 @@ def test_f07_abort_in_any_state(tmp_path, layout, when):
     maker.serve("ann", PROMPT)
     maker.close()
     machine = Machine(layout, uri, pages=12, host=12)
-    machine.backend.faults = Faults(slow=0.05)
     machine.submit("ann", PROMPT, 8)
-    states = {"looking": "lookups", "fetching": "fetches", "loading": "loads"}
-    if when == "decoding":
-        machine.until(lambda: machine.said["ann"])
-    else:
-        machine.until(lambda: machine.tiers.stats()[states[when]] == 1)
+    machine.until_it_is("ann", when)
     assert machine.abort("ann").reason == "abort"
-    machine.submit("bob", toks(9, 9 * PAGE), reads_cache=False)
+    machine.submit("bob", toks(9, (4 if when == "loading" else 9) * PAGE), reads_cache=False)
     machine.see_to("bob")
+    machine.go_on()
     machine.close()
 
 
