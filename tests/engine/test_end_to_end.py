@@ -102,7 +102,7 @@ def test_t02_below_the_threshold_it_computes(place: Place, weights):
 def test_t03_fetched_pages_land_behind_those_on_host(place: Place, weights, layout):
     """Host has two pages, the store the next four: these land at page 2, and all six are served.
 
-    Mutation: `Tiers._over` forgets `start_page`.
+    Mutation: `Stored.begin_fetch` begins at page 0; or hashes begin without what stands before them.
     """
     maker = Machine(layout, place.uri, weights=weights)
     maker.serve("ann", PROMPT)

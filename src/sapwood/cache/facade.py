@@ -26,6 +26,7 @@ from .lease import Binding, Lease, Match, PageCopy, Span
 from .load import Landed, Loads
 from .match import Matcher
 from .namespace import Namespace
+from .node import Node
 from .pool import LEASE, OWNERS, Ids, PagePool
 from .publish import Publisher
 from .room import Room
@@ -392,9 +393,23 @@ class HybridPrefixCache:
         pools = [tree.pools[DEVICE][g] for g in tree.closed]
         if all(8 * pool.free >= pool.capacity for pool in pools):
             return []
-        leaves = tree.coldest(DEVICE, 4 * most)
+        leaves = self._that_fit_on_host(tree.coldest(DEVICE, 4 * most))
         lost = [leaf for leaf in leaves if leaf.host is not None and leaf.host.count < leaf.n and not leaf.saving]
         return [Span(0, leaf.end, leaf) for leaf in lost[:most]]  # on host a page is worth nothing without its path
+
+    def _that_fit_on_host(self, leaves: list[Node]) -> list[Node]:
+        """The first of these leaves that host can have with their paths all at once; with more of them each save would
+        push out what another has just brought, for ever."""
+        room = min([self._tree.pools[HOST][g].capacity for g in self._tree.closed])
+        above: set[Node] = set()
+        for at, leaf in enumerate(leaves):
+            room -= leaf.n
+            if leaf.parent is not None and leaf.parent not in above:
+                above.add(leaf.parent)
+                room -= leaf.parent.end
+            if room < 0:
+                return leaves[: max(1, at)]
+        return leaves
 
     def save_done(self, op: int, ok: bool) -> Span | None:
         """A save is over; what host has now is visible. None if it failed or its namespace is gone."""
