@@ -124,6 +124,7 @@ class Store:
             threading.Thread(target=self._loop, name=f"sapwood-store-{i}", daemon=True) for i in range(backend.workers)
         ]
         self._alive = len(self._threads)
+        self._leaving = 0  # threads that take no more work
         for thread in self._threads:
             thread.start()
 
@@ -231,6 +232,10 @@ class Store:
     # ---- on the caller's thread
 
     def _submit(self, kind: Kind, hashes: Hashes, pages: Mapping[str, ArrayLike], timeout: float) -> int | None:
+        if self.breaker.state == "open" and not self._closed:  # a dead store costs next to nothing
+            self.breaker.refused += 1
+            self._counts["refused"] += 1
+            return None
         run = digests(hashes)
         n = len(run) // 32
         arenas = []
@@ -329,8 +334,8 @@ class Store:
                     self._work.wait()
                     taken = self._take()
                 if taken is None:
-                    self._alive -= 1
-                    last = self._alive == 0
+                    self._leaving += 1
+                    last = self._leaving == len(self._threads)
                     break
             job, low, high = taken
             why = ""
@@ -347,7 +352,8 @@ class Store:
                 self._backend.close()
             except Exception as error:
                 log.warning("closing store %s: %s", self._shown, error)
-        with self._lock:
+        with self._lock:  # only now: who waits in `close` may take the memory away
+            self._alive -= 1
             self._told.notify_all()
 
     def _take(self) -> tuple[_Job, int, int] | None:
