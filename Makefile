@@ -33,7 +33,7 @@ test-all: $(STAMP) servers  ## the same, and the long attacks
 lint: $(STAMP)  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict $(wildcard src/sapwood/cache src/sapwood/scheduler src/sapwood/store)
+	$(BIN)/mypy --strict $(wildcard src/sapwood/cache src/sapwood/scheduler src/sapwood/store src/sapwood/engine)
 
 bench: $(BENCH)  ## figures, beside the yardsticks, in one run
 	$(BIN)/python -m benchmarks

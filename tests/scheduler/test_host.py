@@ -280,3 +280,32 @@ def test_l18_nobody_is_retracted_while_pages_wait_for_an_acknowledgement():
     run.idle()
     assert run.ended["b"].reason == "length" and run.ended["b"].recomputed == 0
     assert run.scheduler.stats()["retractions"] == 0
+
+
+@pytest.mark.parametrize("host", [1, 4, 12, 23])
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_engine_at_rest_saves_nothing(host, shared):
+    """With less host than device memory and `host_policy="evict"`: what the device would lose next is saved, as far as
+    host can have it all at once, and then nothing more is; no save pushes out what another has just brought.
+
+    Mutation: `HybridPrefixCache.cold_spans` takes every leaf, whatever host holds.
+    """
+    groups = [CacheGroup("full", "full", 24, host)]
+    scheduler = Scheduler(SchedulerConfig(4, groups, 64, 1, host_policy="evict"))
+    executor = ContentExecutor(scheduler)
+    for n in range(12):
+        head = list(range(8)) if shared else []
+        spec = RequestSpec(f"r{n}", head + [1000 * n + i + 50 for i in range(9)], 1)
+        executor.submit(spec)
+        scheduler.submit([spec])
+    quiet = 0
+    for _ in range(200):
+        plan = scheduler.next_plan()
+        quiet = quiet + 1 if plan.empty else 0
+        executor.begin(plan)
+        events = list(executor.done()) if plan.batch.ids else []
+        scheduler.advance(events + [executor.land(op, True) for op in list(executor.moving)])
+        scheduler.cache.check()
+    assert quiet > 100, f"it still saves: {scheduler.cache.stats()['transfers']}"
+    saved = scheduler.cache.stats()["pages"]["full"]["host"]["tree"]
+    assert saved or host < 5, "what it was to lose was saved"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from sapwood.cache import Namespace
+from sapwood.cache.stored import Stored
 from sapwood.scheduler import BackupDone, FetchDone, LoadDone, LookupDone, ProtocolError, RequestSpec
 from sapwood.sim.depot import Depot
 
@@ -355,6 +356,39 @@ def test_t05_what_a_backup_holds_does_not_grow_and_is_not_cut_off(layout):
     for n in range(3):
         shop.serve(f"crowd{n}", toks(50 + n, 20 * PAGE), reads_cache=False, writes_cache=False, but=("backup",))
     shop.land()
+    shop.close()
+
+
+def test_t16_spans_that_wait_for_pages_above_them_cost_little(monkeypatch):
+    """Saves arrive in the wrong order, so that many spans wait for the pages above them: at each save a few of them are
+    looked at, and those that it concerns, not all. In the end everything is backed up.
+
+    Mutation: `Stored.begin_backups` tries every span that waits; or `_fills` is never true.
+    """
+    tries = 0
+    begin = Stored._begin_backup
+
+    def counted(self, span):
+        nonlocal tries
+        tries += 1
+        return begin(self, span)
+
+    monkeypatch.setattr(Stored, "_begin_backup", counted)
+    shop = Shop(pages=400, host=400, batch=64)
+    shop.cache._publisher.save_pages = 1
+    for n in range(30):
+        shop.submit(f"r{n}", toks(n, 2 * PAGE + 1), 4 * PAGE, reads_cache=False)
+    while shop.live:
+        shop.turn()
+    shop.turn()
+    saves = shop.ops("save")
+    assert len(saves) > 100
+    for op in reversed(saves):
+        shop.tell(shop.executor.land(op, True))
+    assert tries <= 6 * len(saves), f"{tries} for {len(saves)} saves"
+    shop.settle()
+    for n in range(30):
+        assert shop.depot.there("full", shop.cache.page_hashes(BASE, shop.known(f"r{n}")[:-1])).all()
     shop.close()
 
 

@@ -15,8 +15,8 @@ from sapwood.cache.hashes import chain
 from sapwood.store import StoreError
 from sapwood.store.values import Item
 
+from ..conftest import Place
 from . import kit
-from .conftest import Place
 
 _fresh = itertools.count()
 

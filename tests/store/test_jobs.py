@@ -407,3 +407,36 @@ def test_wrong_memory_is_refused() -> None:
     with pytest.raises(ValueError, match="once"):
         store.register("full", right)
     store.close()
+
+
+def test_close_returns_when_the_backend_is_closed() -> None:
+    """Who closes a store may take its memory away and ask for its statistics: the backend has let go of all by then.
+
+    Mutation: `Store._loop` counts the last thread as gone before it has closed the backend.
+    """
+    bad = Bad()
+    closed: list[float] = []
+
+    def slowly() -> None:
+        time.sleep(0.2)
+        closed.append(time.monotonic())
+
+    bad.backend.close = slowly  # type: ignore[method-assign]
+    assert not bad.desk.store.close(0.05) and not closed
+    assert bad.desk.store.close(5) and closed
+
+
+def test_an_open_breaker_costs_next_to_nothing() -> None:
+    """While the breaker is open nothing is even built, and what is refused is counted by both; a closed store says so.
+
+    Mutation: `Store._submit` looks at the breaker before it looks whether it is closed.
+    """
+    with Bad(Faults(fail=1.0), breaker=Breaker(failures=1, seconds=1000)) as bad:
+        bad.desk.put([1])
+        for _ in range(3):
+            assert bad.desk.store.put(kit.hashes(1), {"full": [1]}, timeout=1) is None
+        stats = bad.desk.store.stats()
+        assert stats["refused"] == stats["breaker"]["refused"] == 3
+        bad.desk.store.close(5)
+        with pytest.raises(kit.StoreError, match="closed"):
+            bad.desk.store.put(kit.hashes(1), {"full": [1]}, timeout=1)

@@ -29,6 +29,7 @@ from .transfer import Ledger, Transfer
 from .tree import Tree, as_ids
 
 _MOST_LATER = 256  # spans that wait for pages above them; beyond it the oldest is dropped, and counted
+_TRIED_AGAIN = 4  # of them, whatever has been saved: a fetch may have brought what they wait for
 
 
 class StoreOperation(NamedTuple):
@@ -47,6 +48,13 @@ class Missing(NamedTuple):
 
     first: int
     hashes: list[bytes]
+
+
+class _Later(NamedTuple):
+    """A span that was saved, but host lacks page `gap` above it: to be backed up when it has that."""
+
+    gap: int
+    span: Span
 
 
 class Fetch(NamedTuple):
@@ -69,7 +77,7 @@ class Stored:
         self.saves = saves
         self.fetches: dict[int, Fetch] = {}
         self.backups: dict[int, Holder] = {}
-        self.later: list[Span] = []  # saved, but host lacks pages above them: to be backed up when it has those
+        self.later: list[_Later] = []
         self.whole = len(saves.savable) == len(tree.groups)  # what no group could be served from host, is not fetched
         self.cuts_anywhere = len(tree.closed) == len(tree.groups)  # any first part of what can be served can be served
 
@@ -232,7 +240,9 @@ class Stored:
 
     def begin_backups(self, span: Span) -> list[StoreOperation]:
         """Start to back up what host has of `span`, and of earlier ones that had to wait for pages above them."""
-        spans, self.later = [*self.later, span], []
+        spans = [later.span for at, later in enumerate(self.later) if at < _TRIED_AGAIN or _fills(span, later)]
+        self.later = [later for at, later in enumerate(self.later) if at >= _TRIED_AGAIN and not _fills(span, later)]
+        spans.append(span)
         begun = [operation for each in spans for operation in self._begin_backup(each)]
         dropped = max(0, len(self.later) - _MOST_LATER)
         self.ledger.counts["backups_dropped"] += dropped
@@ -249,7 +259,7 @@ class Stored:
             # alone may have to go, and takes with it what is below.
             whole = self._whole_on_host(node)
             if whole < last and self._any_on_host(node, max(first, whole), last):
-                self.later.append(Span(max(first, whole), last, node))
+                self.later.append(_Later(whole, Span(max(first, whole), last, node)))
             last = min(last, whole)
         if first >= last:
             return []
@@ -312,6 +322,21 @@ class Stored:
         parts = reversed(self.tree.cover(node, first, last))
         digests = b"".join([bytes(at.hashes or b"")[32 * low : 32 * high] for at, low, high in parts])
         return [digests[at : at + 32] for at in range(0, len(digests), 32)]
+
+
+def _fills(span: Span, later: _Later) -> bool:
+    """Whether what was saved is what a span waits for: the page above it that host lacked, on the same path."""
+    if not span.first <= later.gap < span.last:
+        return False
+    one, other = (_node_at(node, later.gap) for node in (span.node, later.span.node))
+    return one is other
+
+
+def _node_at(node: Node, page: int) -> Node:
+    """The node on the path to `node` that has this page; or the last, if it ends before."""
+    while node.start > page and node.parent is not None:
+        node = node.parent
+    return node
 
 
 class _Imagined(Path):

@@ -10,6 +10,7 @@ from .executor import ContentExecutor
 from .layouts import LAYOUTS, Layout
 from .replay import Replay
 from .traffic import Traffic
+from .witness import Witness
 
 __all__ = [
     "LAYOUTS",
@@ -21,4 +22,5 @@ __all__ = [
     "Replay",
     "SimulatedExecutor",
     "Traffic",
+    "Witness",
 ]

@@ -30,6 +30,7 @@ from sapwood.store.protocol import unbroken_run
 from .depot import Depot
 
 Digests = npt.NDArray[np.uint64]
+Bytes = npt.NDArray[np.uint8]
 POISON = np.uint64(0xDEADDEADDEADDEAD)
 ZERO_STATE = np.uint64(0x5EED)
 _BASE = 0x9E3779B97F4A7C15  # odd: a polynomial in it, modulo 2**64, tells token sequences apart
@@ -77,14 +78,25 @@ class _Request:
     digests: Digests
 
 
-class _Memory:
-    """One group in one tier."""
+class Memory:
+    """One group in one tier: rows of bytes, as an engine has them. A page is its digests, its depth and a rest.
 
-    def __init__(self, pages: int, width: int) -> None:
-        self.values = np.full((pages + 1, width), POISON, np.uint64)
-        self.depths = np.zeros(pages + 1, np.int64)  # state slots: how many tokens they have seen
-        self.writer = np.zeros((pages + 1, width), np.int64)  # the step that wrote it and is not done; 0 = settled
+    0         8 * width   + 8                    page_bytes
+    | values  | depth     | the rest: follows from the last value, and has to travel too |
+    """
+
+    def __init__(self, rows: Bytes, width: int) -> None:
+        end = 8 * width
+        if rows.shape[1] < end + 8:
+            raise ValueError(f"pages must have at least {end + 8} bytes to hold {width} digests, got {rows.shape[1]}")
+        self.rows = rows
+        self.values = rows[:, :end].view(np.uint64)
+        self.depths = rows[:, end : end + 8].view(np.int64)[:, 0]  # state slots: how many tokens they have seen
+        self.rest = rows[:, end + 8 :]
+        self.writer = np.zeros(self.values.shape, np.int64)  # the step that wrote it and is not done; 0 = settled
         self.maker: dict[int, str] = {}  # which request wrote into a page
+        self.values[:] = POISON
+        self.depths[:] = 0
 
     def poison(self, pages: npt.NDArray[Any]) -> None:
         self.values[pages] = POISON
@@ -92,6 +104,16 @@ class _Memory:
         self.depths[pages] = -1
         for page in np.asarray(pages).tolist():
             self.maker.pop(page, None)
+
+    def fill_rest(self, pages: npt.NDArray[Any]) -> None:
+        if self.rest.shape[1]:
+            self.rest[pages] = self.values[pages, -1:].astype(np.uint8)
+
+    def broken(self, pages: npt.NDArray[Any]) -> bool:
+        """Whether the rest of a page whose last value is right is wrong."""
+        if not self.rest.shape[1]:
+            return False
+        return bool((self.rest[pages] != self.values[pages, -1:].astype(np.uint8)).any())
 
 
 class ContentDouble:
@@ -104,6 +126,7 @@ class ContentDouble:
         seed: int = 0,
         vocabulary: int = 97,
         depot: Depot | None = None,
+        memory: Mapping[tuple[str, str], Bytes] | None = None,
     ) -> None:
         self.page_size = page_size
         self.groups = {group.name: group for group in groups}
@@ -111,11 +134,13 @@ class ContentDouble:
         self.slots = {name for name, family in self.families.items() if family.shape == "slot"}
         self.vocabulary = vocabulary
         self.random = random.Random(seed)
-        self.memory: dict[tuple[str, str], _Memory] = {}
+        self.memory: dict[tuple[str, str], Memory] = {}
         for group in groups:
             width = 1 if group.name in self.slots else page_size
-            self.memory[group.name, "device"] = _Memory(group.device_pages, width)
-            self.memory[group.name, "host"] = _Memory(group.host_pages, width)
+            for tier, pages in (("device", group.device_pages), ("host", group.host_pages)):
+                given = memory.get((group.name, tier)) if memory is not None else None
+                rows = np.zeros((pages + 1, 8 * width + 8), np.uint8) if given is None else given
+                self.memory[group.name, tier] = Memory(rows, width)
         self.requests: dict[str, _Request] = {}
         self.steps: dict[int, _Step] = {}
         self.transfers: dict[int, tuple[str, Operation, dict[str, tuple[Digests, Digests]]]] = {}
@@ -261,8 +286,9 @@ class ContentDouble:
                     raise ContentError(f"{row.id}: {name}: writes into page {page}, which {maker} has written")
             memory.values[pages, offsets] = digests[first:end]
             memory.writer[pages, offsets] = step
+            memory.fill_rest(pages)
 
-    def _scan(self, step: int, row: Row, memory: _Memory, slot: int, digests: Digests) -> None:
+    def _scan(self, step: int, row: Row, memory: Memory, slot: int, digests: Digests) -> None:
         before = ZERO_STATE if row.start == 0 else digests[row.start - 1]
         if not slot or int(memory.depths[slot]) != row.start or memory.values[slot, 0] != before:
             raise ContentError(
@@ -270,9 +296,12 @@ class ContentDouble:
                 f"{int(memory.depths[slot])} tokens"
                 + (" of something else" if memory.depths[slot] == row.start else "")
             )
+        if memory.broken(np.array([slot])):
+            raise ContentError(f"{row.id}: step {step}: slot {slot} did not come whole")
         memory.values[slot, 0] = digests[row.start + row.length - 1]
         memory.depths[slot] = row.start + row.length
         memory.writer[slot] = step
+        memory.fill_rest(np.array([slot]))
 
     def _read(self, step: int, row: Row) -> None:
         digests = self._expected(row)
@@ -293,8 +322,10 @@ class ContentDouble:
                 if wrong.any():
                     at = int(wrong.nonzero()[0][0])
                     self._complain(step, row, name, int(positions[at]), int(pages[at]), memory)
+                if memory.broken(pages[positions % self.page_size == self.page_size - 1]):
+                    raise ContentError(f"{row.id}: step {step} reads {name}: a page did not come whole")
 
-    def _complain(self, step: int, row: Row, name: str, position: int, page: int, memory: _Memory) -> None:
+    def _complain(self, step: int, row: Row, name: str, position: int, page: int, memory: Memory) -> None:
         value = memory.values[page, position % self.page_size]
         what = "is the null page" if not page else "is poisoned" if value == POISON else "holds something else"
         raise ContentError(
@@ -327,6 +358,7 @@ class ContentDouble:
                 memory.values[copy.target] = memory.values[copy.source]
                 memory.depths[copy.target] = memory.depths[copy.source]
             memory.writer[copy.target] = step
+            memory.fill_rest(np.array([copy.target]))
             return
         part = slice(0, copy.tokens)
         if (memory.values[copy.source, part] == POISON).any():
@@ -415,12 +447,13 @@ class ContentDouble:
                 raise ContentError(f"{kind} {op}: {name}: a host page was changed under it")
         return operation
 
-    def _ends(self, kind: str, name: str) -> tuple[_Memory, _Memory]:
+    def _ends(self, kind: str, name: str) -> tuple[Memory, Memory]:
         device, host = self.memory[name, "device"], self.memory[name, "host"]
         return (device, host) if kind == "save" else (host, device)
 
+    @staticmethod
     def _settled(
-        self, operation: Operation | StoreOperation, name: str, memory: _Memory, pages: npt.NDArray[np.int32]
+        operation: Operation | StoreOperation, name: str, memory: Memory, pages: npt.NDArray[np.int32]
     ) -> None:
         if (memory.values[pages] == POISON).any():
             raise ContentError(f"transfer {operation.op}: {name}: takes a page that is poisoned or part-filled")

@@ -93,7 +93,7 @@ class ContentExecutor:
     def __init__(self, scheduler: Scheduler, seed: int = 0, vocabulary: int = 97, depot: Depot | None = None) -> None:
         self.scheduler = scheduler
         self.config = scheduler.config
-        self.double = ContentDouble(scheduler.cache.page_size, scheduler.cache.groups, seed, vocabulary, depot)
+        self.double = self.make_double(seed, vocabulary, depot)
         self.double.attach(scheduler.cache)
         self.random = random.Random(seed)
         self.lives: dict[str, Life] = {}
@@ -105,6 +105,10 @@ class ContentExecutor:
         self.failures = 0
         self.moves = 0  # slots lost between two rows of a request: it must have been retracted
         self._lived = 0
+
+    def make_double(self, seed: int, vocabulary: int, depot: Depot | None) -> ContentDouble:
+        cache = self.scheduler.cache
+        return ContentDouble(cache.page_size, cache.groups, seed, vocabulary, depot)
 
     def submit(self, spec: RequestSpec) -> Life:
         """Make a request known, before the scheduler hears of it."""

@@ -95,12 +95,12 @@ class Store:
         if not isinstance(queue_pages, int) or isinstance(queue_pages, bool) or queue_pages < 1:
             raise ValueError(f"queue_pages must be an integer of at least 1, got {queue_pages!r:.60}")
         self._backend = backend
-        self._fingerprint = fingerprint
+        self.fingerprint = fingerprint
         self._shown = shown or type(backend).__name__
         self._queue_pages = queue_pages
         self.breaker = Breaker() if breaker is None else breaker
         self.missing = Missing() if missing is None else missing
-        self._on_report = on_report
+        self.on_report = on_report  # called on a worker's thread whenever a part of a job is over
         self._arenas: dict[str, Arena] = {}
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
@@ -124,6 +124,7 @@ class Store:
             threading.Thread(target=self._loop, name=f"sapwood-store-{i}", daemon=True) for i in range(backend.workers)
         ]
         self._alive = len(self._threads)
+        self._leaving = 0  # threads that take no more work
         for thread in self._threads:
             thread.start()
 
@@ -134,7 +135,7 @@ class Store:
 
     def register(self, group: str, array: NDArray[np.uint8]) -> None:
         """Host memory of a group: a uint8 array [pages, page_bytes], whose row p is page p. Kept until `close`."""
-        arena = Arena(self._fingerprint, group, array)
+        arena = Arena(self.fingerprint, group, array)
         if group in self._arenas:
             raise ValueError(f"group {group!r} must be registered once, and was before")
         self._backend.register(group, array)
@@ -231,6 +232,10 @@ class Store:
     # ---- on the caller's thread
 
     def _submit(self, kind: Kind, hashes: Hashes, pages: Mapping[str, ArrayLike], timeout: float) -> int | None:
+        if self.breaker.state == "open" and not self._closed:  # a dead store costs next to nothing
+            self.breaker.refused += 1
+            self._counts["refused"] += 1
+            return None
         run = digests(hashes)
         n = len(run) // 32
         arenas = []
@@ -329,8 +334,8 @@ class Store:
                     self._work.wait()
                     taken = self._take()
                 if taken is None:
-                    self._alive -= 1
-                    last = self._alive == 0
+                    self._leaving += 1
+                    last = self._leaving == len(self._threads)
                     break
             job, low, high = taken
             why = ""
@@ -340,14 +345,15 @@ class Store:
                 why = f"{type(error).__name__}: {error}"
             with self._lock:
                 self._returned(job, why)
-            if self._on_report is not None:
-                self._on_report()
+            if self.on_report is not None:
+                self.on_report()
         if last:
             try:
                 self._backend.close()
             except Exception as error:
                 log.warning("closing store %s: %s", self._shown, error)
-        with self._lock:
+        with self._lock:  # only now: who waits in `close` may take the memory away
+            self._alive -= 1
             self._told.notify_all()
 
     def _take(self) -> tuple[_Job, int, int] | None:

@@ -134,10 +134,11 @@ class Ledger:
         self._last = self._read()
         with contextlib.suppress(OSError):
             os.unlink(self._owner_path(self._name))
-        for fd in (self._owner, self._usage):
+        owner, usage = self._owner, self._usage
+        self._owner = self._usage = -1  # first: somebody may ask what is used
+        for fd in (owner, usage):
             if fd >= 0:
                 os.close(fd)
-        self._owner = self._usage = -1
 
     # ---- under the lock
 

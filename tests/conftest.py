@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from . import kit
+from .store import kit
 
 
 @pytest.fixture(scope="session")

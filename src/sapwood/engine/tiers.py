@@ -1,0 +1,314 @@
+"""Carrying out what plans say of tiers: loads and saves with a mover, lookups, fetches and backups with a store.
+
+    plan --begin--> loads, saves ------------------> mover   device <-> host
+                    lookups, fetches, backups -----> store   host <-> backend, on threads of its own
+                                                       |
+    scheduler <--events-- poll <--- what is over ------+     and ticks of the clock
+
+Nothing here waits for bytes, and nothing is decided: what goes wrong is an event that says so. Pages belong to an
+operation until its event, so an event waits until nobody can touch them any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from sapwood.cache import StoreOperation
+from sapwood.scheduler import BackupDone, Event, FetchDone, LoadDone, LookupDone, Plan, SaveDone, Scheduler, Tick
+from sapwood.store import JobDone, Released, Store, StoreError, timeout_for
+
+from .transfer import Kind, Mover
+
+log = logging.getLogger(__name__)
+
+StoreKind = Literal["lookup", "fetch", "backup"]
+_PEEK = 0.0005  # seconds between two looks at a mover that works on its own: it cannot call
+
+
+class _Job(NamedTuple):
+    """What a job of the store is for."""
+
+    kind: StoreKind
+    op: int
+    start_page: int
+    deadline: float
+
+
+class Tiers:
+    """The tiers of one scheduler, in the hands of a mover and a store. All but `wake` is called by one thread.
+
+    The mover's host arena is registered with the store, whose `on_report` is taken. A tick is `tick_seconds` of
+    `clock`; without a store nobody counts ticks. A lookup and a fetch are given up when the scheduler does not wait for
+    them any longer; a backup when it has taken longer than its size explains.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        mover: Mover | None = None,
+        store: Store | None = None,
+        *,
+        tick_seconds: float = 0.01,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not (isinstance(tick_seconds, int | float) and 0 < tick_seconds < math.inf):
+            raise ValueError(f"tick_seconds must be a number above 0, got {tick_seconds!r:.60}")
+        _fit(scheduler, mover, store)
+        self._config = scheduler.config
+        self._cache = scheduler.cache
+        self._mover = mover
+        self._store = store
+        self._tick = tick_seconds
+        self._clock = clock
+        self._began = clock()
+        self._ticks = 0  # that were told
+        self._moves: dict[int, Kind] = {}
+        self._jobs: dict[int, _Job] = {}
+        self._held: dict[int, Event] = {}  # by job: told when the backend has returned
+        self._ready: list[Event] = []  # for the next poll
+        self._signal = threading.Event()
+        self._woken = False
+        self._closed = False
+        self._counts = dict.fromkeys(("loads", "saves", "lookups", "fetches", "backups", "failed", "refused"), 0)
+        self._pages = dict.fromkeys(("fetched", "backed_up"), 0)
+        if store is not None and mover is not None:
+            self._page_bytes = {group.name: group.page_bytes for group in mover.host.groups}
+            for name, pages in mover.host.pages.items():
+                store.register(name, pages)
+            store.on_report = self._signal.set
+
+    # ---- from plan to events
+
+    def begin(self, plan: Plan) -> None:
+        """Start the transfers of a plan. Saves see what is on the device now: they take pages of steps that are done,
+        so the batch of this plan may run before, after or beside them."""
+        if self._mover is not None:
+            for kind, operations in (("save", plan.saves), ("load", plan.loads)):
+                for operation in operations:
+                    self._moves[operation.op] = kind  # type: ignore[assignment]
+                    self._counts[f"{kind}s"] += 1
+                    self._mover.start(kind, operation.op, operation.pages)  # type: ignore[arg-type]
+        for lookup in plan.lookups:
+            self._counts["lookups"] += 1
+            ones = np.ones(len(lookup.hashes), np.bool_)
+            patience = self._config.lookup_ticks * self._tick
+            self._ask("lookup", lookup, dict.fromkeys(self._page_bytes, ones), patience)
+        for fetch in plan.fetches:
+            self._counts["fetches"] += 1
+            ticks = self._config.fetch_ticks + self._config.page_ticks * len(fetch.hashes)
+            self._ask("fetch", fetch, fetch.pages, ticks * self._tick)
+        for backup in plan.backups:
+            self._counts["backups"] += 1
+            self._ask("backup", backup, backup.pages, timeout_for(self._bytes_of(backup)))
+
+    def poll(self) -> list[Event]:
+        """What became known since the last call, and the ticks that have passed. Never waits."""
+        self._collect()
+        events, self._ready = self._ready, []
+        if self._store is not None:
+            ticks = math.floor((self._clock() - self._began) / self._tick + 1e-6)
+            if ticks > self._ticks:
+                events.append(Tick(ticks - self._ticks))
+                self._ticks = ticks
+        return events
+
+    # ---- waiting
+
+    def wait(self, timeout: float | None) -> bool:
+        """Until there is something to poll, or somebody calls `wake`, or for so many seconds. False if it was that."""
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            self._signal.clear()
+            self._collect()
+            if self._ready or self._woken:
+                self._woken = False
+                return True
+            left = until - time.monotonic()
+            if left <= 0:
+                return False
+            patience = min(left, self._next_look())
+            self._signal.wait(None if patience == math.inf else patience)
+
+    def wake(self) -> None:
+        """End a `wait` that is under way, or the next one. Any thread may call it."""
+        self._woken = True
+        self._signal.set()
+
+    def seconds_to(self, ticks: int) -> float:
+        """Until `poll` will have told of so many ticks more."""
+        return max(0.0, self._began + (self._ticks + ticks) * self._tick - self._clock())
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is under way, or waits for `poll`."""
+        return bool(self._moves or self._jobs or self._held or self._ready)
+
+    def drain(self, timeout: float) -> bool:
+        """Until nothing is under way and all memory is the caller's. True if so in time; `poll` tells of it all."""
+        until = time.monotonic() + timeout
+        while True:
+            self._signal.clear()
+            self._collect()
+            if not (self._moves or self._jobs or self._held):
+                return True
+            left = until - time.monotonic()
+            if left <= 0:
+                return False
+            self._signal.wait(min(left, self._next_look()))
+
+    def close(self, timeout: float = 5.0) -> bool:
+        """Close mover and store: nothing more is begun. What was under way is over, and can be polled. False if a
+        backend has not returned even then: keep the host arena, it may still be written to."""
+        self._closed = True
+        if self._mover is not None:
+            self._mover.close()
+        returned = self._store is None or self._store.close(timeout)
+        self._collect()
+        return returned
+
+    def stats(self) -> dict[str, Any]:
+        """Operations since the beginning, those under way, and what mover and store say themselves.
+
+        failed   operations that brought or kept less than was asked for, those refused included
+        refused  what the store did not even try: its breaker is open, its queue full, or it is closed
+        held     operations that are over, but for a backend that still has their memory
+        """
+        return {
+            **self._counts,
+            "pages_fetched": self._pages["fetched"],
+            "pages_backed_up": self._pages["backed_up"],
+            "under_way": len(self._moves) + len(self._jobs) + len(self._held),
+            "held": len(self._held),
+            "mover": self._mover.stats() if self._mover is not None else {},
+            "store": self._store.stats() if self._store is not None else {},
+        }
+
+    # ---- inside
+
+    def _ask(self, kind: StoreKind, operation: Any, pages: dict[str, Any], timeout: float) -> None:
+        """Give the store a job; if it does not take it, the answer is that there is nothing."""
+        assert self._store is not None
+        ask = {"lookup": self._store.exists, "fetch": self._store.get, "backup": self._store.put}[kind]
+        try:
+            number = ask(operation.hashes, pages, timeout=timeout)
+        except StoreError as error:
+            if not self._closed:
+                log.warning("%s %s: %s", kind, operation.op, error)
+            number = None
+        if number is None:
+            self._counts["refused"] += 1
+            self._tell(_nothing(kind, operation.op))
+        else:
+            self._jobs[number] = _Job(kind, operation.op, operation.start_page, time.monotonic() + timeout)
+
+    def _bytes_of(self, operation: StoreOperation) -> int:
+        return sum(int(np.count_nonzero(ids)) * self._page_bytes[name] for name, ids in operation.pages.items())
+
+    def _collect(self) -> None:
+        if self._moves and self._mover is not None:
+            for op, ok in self._mover.poll():
+                self._tell(LoadDone(op, ok) if self._moves.pop(op) == "load" else SaveDone(op, ok))
+        if (self._jobs or self._held) and self._store is not None:
+            for report in self._store.poll():
+                if isinstance(report, Released):
+                    held = self._held.pop(report.job, None)
+                    if held is not None:
+                        self._tell(held)
+                elif report.job in self._jobs:
+                    self._over(report)
+
+    def _over(self, done: JobDone) -> None:
+        kind, op, start_page, _ = self._jobs.pop(done.job)
+        event: Event
+        if kind == "lookup":  # it has no memory to hold
+            self._tell(LookupDone(op, self._cache.servable_run(start_page, done.ok)))
+            return
+        run = done.run()
+        if kind == "fetch":
+            event = FetchDone(op, run > 0, run)
+            self._pages["fetched"] += run
+        else:
+            event = BackupDone(op, all(bool((done.ok[name] | ~asked).all()) for name, asked in done.asked.items()))
+            self._pages["backed_up"] += run
+        if done.held:
+            self._held[done.job] = event
+        else:
+            self._tell(event)
+
+    def _tell(self, event: Event) -> None:
+        self._counts["failed"] += not getattr(event, "ok", True)
+        self._ready.append(event)
+
+    def _next_look(self) -> float:
+        """Seconds after which something may be over that nobody calls for: a mover's work, a deadline."""
+        if self._moves:
+            return _PEEK
+        if not self._jobs:
+            return math.inf
+        return max(_PEEK, min(job.deadline for job in self._jobs.values()) - time.monotonic() + _PEEK)
+
+
+def _nothing(kind: StoreKind, op: int) -> Event:
+    if kind == "lookup":
+        return LookupDone(op, 0)
+    return FetchDone(op, False, 0) if kind == "fetch" else BackupDone(op, False)
+
+
+def _fit(scheduler: Scheduler, mover: Mover | None, store: Store | None) -> None:
+    """ValueError unless scheduler, memory and store speak of the same pages."""
+    if not isinstance(scheduler, Scheduler):
+        raise ValueError(f"scheduler must be a Scheduler, got {scheduler!r:.60}")
+    hosted = [group for group in scheduler.cache.groups if group.host_pages]
+    if hosted and mover is None:
+        raise ValueError(f"mover must be given: group {hosted[0].name!r} has {hosted[0].host_pages} host pages")
+    if mover is not None:
+        arena = {group.name: group for group in mover.host.groups}
+        for group in hosted:
+            if group.name not in arena:
+                raise ValueError(f"the host arena must have group {group.name!r}, has {sorted(arena)}")
+            have = {"host": arena[group.name].host_pages, "device": mover.device.pages[group.name]}
+            for tier, want in (("host", group.host_pages), ("device", group.device_pages)):
+                if have[tier] < want:
+                    raise ValueError(
+                        f"the {tier} arena must have {want} pages of group {group.name!r}, as the scheduler gives out, "
+                        f"has {have[tier]}"
+                    )
+    if scheduler.config.store != (store is not None):
+        raise ValueError(
+            "store must be given to Tiers and be True in SchedulerConfig, or neither; got "
+            f"{'a store' if store is not None else 'none'} and {scheduler.config.store}"
+        )
+    if store is not None and mover is not None:
+        _fit_store(scheduler, mover, store)
+
+
+def _fit_store(scheduler: Scheduler, mover: Mover, store: Store) -> None:
+    print_ = store.fingerprint
+    if print_.page_size != scheduler.config.page_size:
+        raise ValueError(
+            f"page_size of the store's fingerprint must be the scheduler's {scheduler.config.page_size}, "
+            f"got {print_.page_size}"
+        )
+    layouts = {group.name: group for group in print_.groups}
+    groups = {group.name: group for group in scheduler.cache.groups}
+    if set(layouts) != set(groups):
+        raise ValueError(
+            f"groups of the store's fingerprint must be the scheduler's {sorted(groups)}, got {sorted(layouts)}"
+        )
+    arena = {group.name: group.page_bytes for group in mover.host.groups}
+    for name, group in groups.items():
+        want = (group.family, group.window, arena[name])
+        got = (layouts[name].family, layouts[name].window, layouts[name].page_bytes)
+        if want != got:
+            raise ValueError(
+                f"group {name!r} of the store's fingerprint must have family, window and page_bytes {want}, got {got}"
+            )
+    if store.on_report is not None:
+        raise ValueError("on_report of the store must be None: Tiers waits for its reports")

@@ -1,0 +1,438 @@
+"""Tiers and the step loop themselves: what is answered when, waiting that neither spins nor oversleeps, mistakes in
+words (cases T08, T19, S08, S11)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from sapwood.cache import CacheGroup
+from sapwood.engine import DeviceArena, EngineLoop, HostArena, NumpyMover, Tiers
+from sapwood.scheduler import (
+    Abort,
+    BackupDone,
+    FetchDone,
+    LookupDone,
+    RequestSpec,
+    Scheduler,
+    SchedulerConfig,
+    StepDone,
+    Tick,
+)
+from sapwood.store import Breaker, Faults, Fingerprint, GroupLayout, open_store
+
+from .machine import HYBRID, PAGE, PROMPT, Machine, toks
+
+
+def fetching(tmp_path, **more) -> Machine:
+    """A machine whose first request has six pages in the store."""
+    uri = f"memory://{tmp_path}"
+    maker = Machine("full", uri)
+    maker.serve("ann", PROMPT)
+    maker.close()
+    return Machine("full", uri, **more)
+
+
+# ---- answers
+
+
+def test_the_import_needs_no_torch():
+    """The loop and the tiers are there without torch.
+
+    Mutation: tiers.py imports transfer_torch.
+    """
+    code = "import sys; sys.modules['torch'] = None; from sapwood.engine import EngineLoop, Tiers; print(EngineLoop)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0 and "EngineLoop" in ran.stdout, ran.stderr
+
+
+def test_t08_what_the_store_refuses_is_answered_at_the_next_poll(tmp_path):
+    """With an open breaker lookups, fetches and backups are answered at once, as nothing found or kept, and counted.
+
+    Mutation: `Tiers._ask` forgets an operation that was refused.
+    """
+    machine = fetching(tmp_path, breaker=Breaker(failures=1, seconds=1000))
+    machine.backend.faults = Faults(fail=1.0)
+    machine.serve("opens it", toks(5, 6 * PAGE + 1))
+    assert machine.store.breaker.state == "open"
+    machine.submit("ann", PROMPT)
+    first = machine.step()
+    (lookup,) = first.plan.lookups
+    assert LookupDone(lookup.op, 0) in first.events
+    machine.see_to("ann")
+    machine.settle()
+    stats = machine.tiers.stats()
+    assert stats["refused"] >= 2 and stats["failed"] >= 1 and stats["under_way"] == 0
+    machine.close()
+
+
+def test_t08_a_full_queue_drops_backups_and_nothing_else(tmp_path):
+    """More to back up than the queue takes while the backend hangs: dropped, counted, and no request waits for it.
+
+    Mutation: `Tiers._ask` waits for room in the queue.
+    """
+    machine = Machine("full", f"memory://{tmp_path}", pages=100, host=100, queue_pages=8)
+    machine.backend.stuck = ("put",)
+    for n in range(8):
+        machine.submit(f"r{n}", toks(n, 6 * PAGE + 1), reads_cache=False)
+        machine.see_to(f"r{n}", timeout=2)
+    machine.until(lambda: machine.tiers.stats()["backups"] >= 8, timeout=2)
+    assert machine.store.stats()["dropped"] > 0
+    assert machine.tiers.stats()["refused"] == machine.store.stats()["dropped"]
+    machine.go_on()
+    machine.close()
+
+
+def test_a_store_that_is_closed_under_a_running_engine(tmp_path):
+    """Somebody closes the store: what was under way is over, what comes later is refused, requests compute.
+
+    Mutation: `Tiers._ask` lets StoreError out.
+    """
+    machine = fetching(tmp_path)
+    assert machine.store.close(5)
+    assert machine.serve("ann", PROMPT).cached == 0
+    assert machine.tiers.stats()["refused"] >= 2
+    machine.close()
+
+
+def test_t19_a_held_job_is_told_when_the_backend_has_returned(tmp_path):
+    """A fetch whose deadline has passed in the backend gives no FetchDone before `Released`, and then exactly one; a
+    lookup has no memory to hold, and is answered at its deadline.
+
+    Mutation: `Tiers._over` holds lookups too.
+    """
+    machine = fetching(tmp_path, tick_seconds=0.001, lookup_ticks=50, fetch_ticks=50)
+    seen: list[object] = []
+    poll = machine.tiers.poll
+    machine.tiers.poll = lambda: seen.extend(events := poll()) or events
+    machine.backend.stuck = ("exists",)
+    machine.submit("ann", PROMPT)
+    machine.until(lambda: any(isinstance(event, LookupDone) for event in seen), timeout=2)
+    machine.see_to("ann")
+    machine.scheduler.flush()
+    machine.backend.stuck = ("get",)
+    machine.backend.release()
+    machine.submit("bob", PROMPT)
+    machine.until(lambda: machine.tiers.stats()["held"] == 1, timeout=2)
+    machine.see_to("bob")
+    assert not any(isinstance(event, FetchDone) for event in seen)
+    machine.go_on()
+    machine.settle()
+    assert sum(isinstance(event, FetchDone) for event in seen) == 1
+    machine.close()
+
+
+def test_a_backup_is_ok_if_every_page_is_kept(tmp_path):
+    """BackupDone says ok only if all groups kept all their pages.
+
+    Mutation: `Tiers._over` looks at the first group only.
+    """
+    machine = Machine(HYBRID, f"memory://{tmp_path}")
+    seen: list[object] = []
+    poll = machine.tiers.poll
+    machine.tiers.poll = lambda: seen.extend(events := poll()) or events
+    machine.serve("ann", PROMPT)
+    machine.backend.faults = Faults(full=0.3)
+    machine.serve("bob", toks(8, 9 * PAGE + 1))
+    oks = [event.ok for event in seen if isinstance(event, BackupDone)]
+    assert oks == [True, False]
+    machine.close()
+
+
+# ---- time
+
+
+def test_s11_ticks_follow_the_clock(tmp_path):
+    """Ticks are told once each, however unevenly the clock is looked at; `seconds_to` is exact.
+
+    Mutation: `Tiers.poll` rounds every interval for itself.
+    """
+    now = [100.0]
+    machine = Machine("full", f"memory://{tmp_path}")
+    tiers = _with_clock(machine, lambda: now[0])
+    told = 0
+    for step in (0.004, 0.004, 0.004, 0.1, 0.0, 0.009, 3.0):
+        now[0] += step
+        told += sum(event.n for event in tiers.poll() if isinstance(event, Tick))
+    assert told == 312
+    assert tiers.seconds_to(1) == pytest.approx(0.009)
+    machine.store.close()
+
+
+def _with_clock(machine: Machine, clock) -> Tiers:
+    machine.store.on_report = None
+    machine.store._arenas.clear()
+    return Tiers(machine.scheduler, machine.mover, machine.store, clock=clock)
+
+
+def test_without_a_store_nobody_counts_ticks():
+    """No Tick without a store.
+
+    Mutation: `Tiers.poll` always tells of ticks.
+    """
+    tiers = Machine("full", tick_seconds=1e-6).tiers
+    time.sleep(0.01)
+    assert tiers.poll() == []
+
+
+@pytest.mark.parametrize("hangs", ["exists", "get"])
+def test_s11_a_deadline_fires_while_nothing_runs(tmp_path, hangs):
+    """Nothing runs but an operation that hangs: `rest` sleeps until the deadline of the scheduler and no longer, and
+    the loop does not spin.
+
+    Mutation: `EngineLoop.rest` does not look at `wake_in`.
+    """
+    machine = fetching(tmp_path, lookup_ticks=20, fetch_ticks=20, page_ticks=0)
+    machine.backend.stuck = (hangs,)
+    machine.submit("ann", PROMPT, 1)
+    began, steps, cpu = time.monotonic(), 0, time.thread_time()
+    while "ann" not in machine.ended:
+        machine.step()
+        machine.loop.rest()
+        steps += 1
+    took = time.monotonic() - began
+    assert 0.18 < took < 3, f"it took {took} s"
+    assert steps < 40 and time.thread_time() - cpu < 0.1, f"{steps} steps"
+    machine.go_on()
+    machine.close()
+
+
+def idle(machine: Machine) -> None:
+    """Until a step has nothing to do: the one after a rest is told of the time."""
+    while not machine.step().idle:
+        pass
+
+
+def test_s08_rest_ends_at_once_when_there_is_news(tmp_path):
+    """`rest` returns when a store's job is over, and when another thread calls `wake`; with nothing it sleeps as long
+    as it was told.
+
+    Mutation: `Tiers` leaves `on_report` alone; or `wake` sets nothing.
+    """
+    machine = fetching(tmp_path, lookup_ticks=3000)
+    machine.settle()
+    idle(machine)
+    began = time.monotonic()
+    machine.loop.rest(0.15)
+    assert 0.14 < time.monotonic() - began < 5
+    idle(machine)
+    threading.Timer(0.05, machine.loop.wake).start()
+    began = time.monotonic()
+    machine.loop.rest(20)
+    assert 0.04 < time.monotonic() - began < 5
+    idle(machine)
+    machine.loop.wake()  # before anybody rests
+    began = time.monotonic()
+    machine.loop.rest(20)
+    assert time.monotonic() - began < 5
+    machine.submit("ann", PROMPT)
+    machine.backend.stuck = ("exists",)
+    idle(machine)
+    threading.Timer(0.05, machine.go_on).start()
+    began = time.monotonic()
+    assert machine.tiers.wait(20) and time.monotonic() - began < 5
+    assert any(isinstance(event, LookupDone) for event in machine.step().events)
+    machine.close()
+
+
+def test_no_step_waits_for_a_store_that_hangs(tmp_path):
+    """With a backend that hangs in everything, begin and poll take no longer than ever.
+
+    Mutation: `Tiers.begin` waits for a job.
+    """
+    machine = Machine("full", f"memory://{tmp_path}", pages=200, host=200)
+    machine.backend.stuck = ("exists", "get", "put")
+    longest = 0.0
+    begin, poll = machine.tiers.begin, machine.tiers.poll
+
+    def timed(call):
+        def inner(*args):
+            nonlocal longest
+            began = time.thread_time()
+            wall = time.monotonic()
+            try:
+                return call(*args)
+            finally:
+                longest = max(longest, min(time.monotonic() - wall, 10 * (time.thread_time() - began) + 0.002))
+
+        return inner
+
+    machine.tiers.begin, machine.tiers.poll = timed(begin), timed(poll)
+    for n in range(10):
+        machine.submit(f"r{n}", toks(n, 8 * PAGE + 1), reads_cache=False)
+    machine.see_to(*(f"r{n}" for n in range(10)), timeout=10)
+    assert longest < 0.02, f"{longest} s"
+    machine.go_on()
+    machine.close()
+
+
+# ---- the loop
+
+
+class Toy:
+    """A model that says the sum of its row."""
+
+    def execute(self, plan):
+        if not plan.batch.ids:
+            return []
+        rows = np.split(plan.batch.tokens, np.cumsum(plan.batch.lengths)[:-1])
+        said = [sum(row) % 1000 for row, samples in zip(rows, plan.batch.samples, strict=True) if samples]
+        return [StepDone(plan.step, np.array(said, np.int32))]
+
+
+def toy_loop() -> EngineLoop:
+    return EngineLoop(Scheduler(SchedulerConfig(16, [CacheGroup("full", "full", 64)], 256, 8)), Toy())
+
+
+def test_the_loop_alone_serves():
+    """Without tiers, on a scheduler without host: requests go in, their tokens and ends come out, in order.
+
+    Mutation: `Step.tokens` counts rows that do not sample.
+    """
+    loop = toy_loop()
+    loop.submit([RequestSpec("a", list(range(40)), 3), RequestSpec("b", [1, 2], 2)])
+    said: dict[str, list[int]] = {"a": [], "b": []}
+    ended = []
+    while loop.live:
+        step = loop.step()
+        for id, token in step.tokens().items():
+            said[id].append(token)
+        ended += step.ended
+        loop.rest()
+    assert said == {"a": [780, 780, 780], "b": [3, 3]}
+    assert [end.id for end in ended] == ["b", "a"]
+
+
+def test_closing_ends_everybody_once():
+    """Closed while requests run: each ends as aborted, once; nobody new is taken.
+
+    Mutation: `EngineLoop.close` forgets who is live.
+    """
+    loop = toy_loop()
+    loop.submit([RequestSpec(id, [1, 2, 3], 50) for id in "abc"])
+    loop.step()
+    (end,) = loop.tell([Abort("b")])
+    assert end.reason == "abort"
+    assert [(end.id, end.reason) for end in loop.close()] == [("a", "abort"), ("c", "abort")]
+    with pytest.raises(RuntimeError, match="closed"):
+        loop.submit([RequestSpec("d", [1], 1)])
+
+
+def test_closing_writes_back_what_is_left(tmp_path):
+    """A request has just ended when the engine is closed: its pages are saved and backed up before `close` returns.
+
+    Mutation: `EngineLoop.close` closes the store first.
+    """
+    machine = Machine(HYBRID, f"memory://{tmp_path}")
+    machine.submit("ann", PROMPT, 1)
+    machine.see_to("ann")
+    assert not machine.tiers.stats()["backups"]
+    assert machine.loop.close(10) == []
+    assert machine.tiers.stats()["pages_backed_up"] >= 6 and all(machine.backend.inner.exists(machine.names(PROMPT)))
+
+
+def test_closing_does_not_wait_for_ever(tmp_path):
+    """A backend that hangs costs a close its timeout and no more; what it holds is told as held.
+
+    Mutation: `EngineLoop.close` drains without a limit.
+    """
+    machine = Machine("full", f"memory://{tmp_path}")
+    machine.backend.stuck = ("put",)
+    machine.submit("ann", PROMPT, 1)
+    machine.see_to("ann")
+    machine.step()
+    began = time.monotonic()
+    machine.loop.close(0.3)
+    assert time.monotonic() - began < 5
+    assert machine.tiers.stats()["held"] >= 1
+    machine.go_on()
+    assert machine.tiers.drain(5)
+
+
+# ---- mistakes
+
+
+def parts(**more):
+    """A scheduler, a mover and a store that fit."""
+    group = CacheGroup("full", "full", 8, 8, page_bytes=64)
+    scheduler = Scheduler(SchedulerConfig(4, more.pop("groups", [group]), 64, 4, store=more.pop("config", True)))
+    arena = more.pop("arena", [group])
+    memory = {each.name: np.zeros((more.get("rows", 9), 64), np.uint8) for each in arena}
+    more.pop("rows", None)
+    mover = NumpyMover(DeviceArena(memory), HostArena(arena))
+    layout = GroupLayout("full", "full", 64)
+    fields = {"weights": b"w" * 32, "dtype": "f", "page_size": 4, "groups": (layout,), "rank": 0, "ranks": 1, **more}
+    return scheduler, mover, open_store("memory://", Fingerprint(**fields))
+
+
+GROUP = CacheGroup("full", "full", 8, 8, page_bytes=64)
+MISTAKES = {
+    "page size": ({"page_size": 8}, "page_size of the store's fingerprint must be the scheduler's 4, got 8"),
+    "a group too many": (
+        {"groups": [GROUP, CacheGroup("more", "full", 8, 8, page_bytes=64)]},
+        r"the host arena must have group 'more', has \['full'\]",
+    ),
+    "host pages": ({"groups": [replace(GROUP, host_pages=9)]}, "the host arena must have 9 pages of group 'full'"),
+    "device pages": ({"rows": 8}, "the device arena must have 8 pages of group 'full'.* has 7"),
+    "no store wanted": ({"config": False}, "store must be given to Tiers and be True in SchedulerConfig, or neither"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_does_not_fit_is_said_at_the_start(mistake):
+    """Memory, scheduler and store that speak of different pages: a ValueError that names what and what would be right.
+
+    Mutation: `_fit` is not called.
+    """
+    changes, words = MISTAKES[mistake]
+    scheduler, mover, store = parts(**changes)
+    with pytest.raises(ValueError, match=words):
+        Tiers(scheduler, mover, store)
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        (GroupLayout("full", "full", 128), r"must have family, window and page_bytes \('full', None, 64\), got"),
+        (GroupLayout("full", "window", 64, window=8), "must have family, window and page_bytes"),
+        (GroupLayout("other", "full", 64), r"must be the scheduler's \['full'\], got \['other'\]"),
+    ],
+)
+def test_a_fingerprint_that_does_not_fit(layout, words):
+    """The same for the groups of the store's fingerprint.
+
+    Mutation: `_fit_store` compares names only.
+    """
+    scheduler, mover, _ = parts()
+    print_ = Fingerprint(b"w" * 32, "f", 4, (layout,), rank=0, ranks=1)
+    with pytest.raises(ValueError, match=words):
+        Tiers(scheduler, mover, open_store("memory://", print_))
+
+
+def test_other_mistakes_are_said():
+    """No mover for host pages, no store where the scheduler has one, a store whose reports go elsewhere, bad ticks.
+
+    Mutation: `Tiers` takes over `on_report` silently.
+    """
+    scheduler, mover, store = parts()
+    with pytest.raises(ValueError, match="mover must be given: group 'full' has 8 host pages"):
+        Tiers(scheduler, None, store)
+    with pytest.raises(ValueError, match="got none and True"):
+        Tiers(scheduler, mover)
+    with pytest.raises(ValueError, match="tick_seconds must be a number above 0, got 0"):
+        Tiers(scheduler, mover, store, tick_seconds=0)
+    with pytest.raises(ValueError, match="scheduler must be a Scheduler"):
+        Tiers(mover, mover, store)
+    store.on_report = store.poll
+    with pytest.raises(ValueError, match="on_report of the store must be None"):
+        Tiers(scheduler, mover, store)
+    store.on_report = None
+    Tiers(scheduler, mover, store)
+    store.close()
