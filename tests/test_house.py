@@ -155,7 +155,8 @@ ROOMS = ["sapwood.cache"] + (["sapwood.scheduler"] if (SOURCE / "scheduler" / "_
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_import_is_quick_and_light(room):
-    """A fresh interpreter imports it in well under 0.2 s beyond numpy, and nothing heavy comes along.
+    """A fresh interpreter imports it in well under 0.2 s beyond numpy, on a machine that counts to a million in 36 ms,
+    and nothing heavy comes along.
 
     Mutation: cache/__init__.py imports torch, or is busy for 0.2 s.
     """
@@ -163,7 +164,10 @@ def test_import_is_quick_and_light(room):
 import sys, time, numpy
 start = time.process_time()
 import {room}
-print(time.process_time() - start)
+taken = time.process_time() - start
+start = time.process_time()
+for _ in range(1_000_000): start += 0
+print(taken * min(1, 0.036 / (time.process_time() - start)))
 print(sorted({HEAVY!r} & set(sys.modules)))
 """
     times = []
