@@ -310,8 +310,8 @@ def test_t12_byte_limits_hold_under_load(tmp_path):
 
     def look() -> None:
         nonlocal most
-        most = max(most, kit.bytes_in(tmp_path / "store"))
-        assert most <= limit
+        most = max(most, kit.within(tmp_path / "store", limit))
+        assert machine.store.stats()["backend"]["used"] <= limit
 
     machine.look = look
     for n in range(40):
