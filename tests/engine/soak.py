@@ -24,7 +24,7 @@ from sapwood.sim.traffic import Traffic
 from sapwood.store import Breaker, Faults
 from sapwood.store.uri import nbytes, parse
 
-from ..store.kit import bytes_in
+from ..store.kit import within
 from .machine import LAYOUTS, PAGE, Machine
 
 SIZE = "2MiB"
@@ -182,8 +182,7 @@ class Soak:
 
     def within_limits(self) -> None:
         if self.folder is not None and self.folder.exists():
-            used = bytes_in(self.folder)
-            assert used <= self.limit, f"the store has {used} bytes of {self.limit}"
+            within(self.folder, self.limit)
         for engine in self.engines:
             for group in engine.groups:
                 rows = engine.arena.pages[group.name]

@@ -161,6 +161,19 @@ def bytes_in(folder: Path) -> int:
     return total
 
 
+def within(folder: Path, limit: int) -> int:
+    """What a store's files take, while others write there. Looking takes time, in which a file may move or go and
+    another come, so that both are counted: too much counts if it is there whenever one looks."""
+    used = bytes_in(folder)
+    for _ in range(10):
+        if used <= limit:
+            break
+        time.sleep(0.01)
+        used = min(used, bytes_in(folder))
+    assert used <= limit, f"the files of the store take {used} bytes of {limit}"
+    return used
+
+
 # ---- servers
 
 
