@@ -6,7 +6,7 @@ import argparse
 import platform
 import time
 
-from . import cache, peer, scheduler, store, transfer
+from . import cache, peer, scheduler, store, tiers, transfer
 from .timing import LOOP_SECONDS, Figure, loop_seconds
 
 SUBJECTS = {
@@ -14,6 +14,7 @@ SUBJECTS = {
     "scheduler": scheduler.figures,
     "transfer": transfer.figures,
     "store": store.figures,
+    "tiers": tiers.figures,
 }
 
 

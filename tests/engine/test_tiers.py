@@ -23,6 +23,7 @@ from sapwood.scheduler import (
     Scheduler,
     SchedulerConfig,
     StepDone,
+    StoreUp,
     Tick,
 )
 from sapwood.store import Breaker, Faults, Fingerprint, GroupLayout, open_store
@@ -58,17 +59,39 @@ def test_t08_what_the_store_refuses_is_answered_at_the_next_poll(tmp_path):
     Mutation: `Tiers._ask` forgets an operation that was refused.
     """
     machine = fetching(tmp_path, breaker=Breaker(failures=1, seconds=1000))
-    machine.backend.faults = Faults(fail=1.0)
-    machine.serve("opens it", toks(5, 6 * PAGE + 1))
+    machine.store.breaker.failure()
     assert machine.store.breaker.state == "open"
-    machine.submit("ann", PROMPT)
+    machine.submit("ann", PROMPT)  # before anybody has told the scheduler
     first = machine.step()
     (lookup,) = first.plan.lookups
     assert LookupDone(lookup.op, 0) in first.events
     machine.see_to("ann")
     machine.settle()
     stats = machine.tiers.stats()
-    assert stats["refused"] >= 2 and stats["failed"] >= 1 and stats["under_way"] == 0
+    assert stats["refused"] == 1 and stats["under_way"] == 0
+    machine.close()
+
+
+def test_t08_the_scheduler_learns_whether_the_store_answers(tmp_path):
+    """A breaker opens: one StoreUp says so, nothing is asked of the store, and requests do not wait for it. When it may
+    be asked again, another says that, and what the store has is fetched.
+
+    Mutation: `Tiers.poll` never tells, or tells only that the store is down.
+    """
+    now = [0.0]
+    machine = fetching(tmp_path, breaker=Breaker(failures=1, seconds=10, clock=lambda: now[0]))
+    machine.store.breaker.failure()
+    told = [event for _ in range(3) for event in machine.step().events if isinstance(event, StoreUp)]
+    assert told == [StoreUp(False)]
+    machine.submit("ann", toks(5, 6 * PAGE + 1))
+    assert not machine.step().plan.lookups
+    machine.see_to("ann")
+    machine.settle()
+    assert machine.store.stats()["refused"] == 0 and machine.tiers.stats()["backups"] == 0
+    now[0] = 11.0
+    assert StoreUp(True) in machine.step().events
+    machine.serve("ben", PROMPT)
+    assert machine.tiers.stats()["pages_fetched"] == 6 and machine.store.breaker.state == "closed"
     machine.close()
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from sapwood.cache import Namespace
 from sapwood.cache.stored import Stored
-from sapwood.scheduler import BackupDone, FetchDone, LoadDone, LookupDone, ProtocolError, RequestSpec
+from sapwood.scheduler import BackupDone, FetchDone, LoadDone, LookupDone, ProtocolError, RequestSpec, StoreUp
 from sapwood.sim.depot import Depot
 
 from .driver import BASE, each_layout, toks
@@ -460,6 +460,31 @@ def test_t07_abort_while_looking():
     shop.abort("ann")
     shop.land("lookup")
     assert shop.turn().empty
+    shop.close()
+
+
+def test_t08_of_a_store_that_is_down_nothing_is_asked():
+    """Told that the store does not answer, the scheduler looks up nothing and backs up nothing, and requests compute at
+    once; told that it does, it asks again.
+
+    Mutation: `Prefetch._look_for` or `Prefetch.back_up` does not look at `up`.
+    """
+    shop = Shop("full", depot=stocked())
+    shop.tell(StoreUp(False))
+    known = len(shop.depot.values)
+    other = toks(9, 6 * PAGE + 1)
+    for id, prompt in (("ann", PROMPT), ("ben", other)):
+        shop.submit(id, prompt, 3)
+        plan = shop.turn()
+        assert not plan.lookups and plan.batch.ids == [id]
+        shop.see_to(id)
+    assert len(shop.depot.values) == known and shop.scheduler.stats()["store"]["not_backed_up"] == 2
+    shop.tell(StoreUp(True))
+    assert looking(shop, "eve", toks(7, 6 * PAGE + 1)).start_page == 0
+    shop.see_to("eve")
+    assert len(shop.depot.values) > known
+    with pytest.raises(ProtocolError, match="StoreUp: up must be True or False, got 1"):
+        shop.tell(StoreUp(1))  # type: ignore[arg-type]
     shop.close()
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +22,18 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from sapwood.cache import StoreOperation
-from sapwood.scheduler import BackupDone, Event, FetchDone, LoadDone, LookupDone, Plan, SaveDone, Scheduler, Tick
+from sapwood.scheduler import (
+    BackupDone,
+    Event,
+    FetchDone,
+    LoadDone,
+    LookupDone,
+    Plan,
+    SaveDone,
+    Scheduler,
+    StoreUp,
+    Tick,
+)
 from sapwood.store import JobDone, Released, Store, StoreError, timeout_for
 
 from .transfer import Kind, Mover
@@ -29,6 +41,7 @@ from .transfer import Kind, Mover
 log = logging.getLogger(__name__)
 
 StoreKind = Literal["lookup", "fetch", "backup"]
+_SWITCH = 0.0002  # seconds for which a thread may keep the interpreter: by default a store could block a step for 5 ms
 _PEEK = 0.0005  # seconds between two looks at a mover that works on its own: it cannot call
 
 
@@ -45,8 +58,9 @@ class Tiers:
     """The tiers of one scheduler, in the hands of a mover and a store. All but `wake` is called by one thread.
 
     The mover's host arena is registered with the store, whose `on_report` is taken. A tick is `tick_seconds` of
-    `clock`; without a store nobody counts ticks. A lookup and a fetch are given up when the scheduler does not wait for
-    them any longer; a backup when it has taken longer than its size explains.
+    `clock`; without a store nobody counts ticks. With one, threads of this process take turns every 0.2 ms. A lookup
+    and a fetch are given up when the scheduler does not wait for them any longer; a backup when it has taken longer
+    than its size explains. While the store's breaker is open, the scheduler knows (`StoreUp`) and asks nothing.
     """
 
     def __init__(
@@ -69,6 +83,7 @@ class Tiers:
         self._clock = clock
         self._began = clock()
         self._ticks = 0  # that were told
+        self._up = True  # the store, as was told
         self._moves: dict[int, Kind] = {}
         self._jobs: dict[int, _Job] = {}
         self._held: dict[int, Event] = {}  # by job: told when the backend has returned
@@ -83,6 +98,7 @@ class Tiers:
             for name, pages in mover.host.pages.items():
                 store.register(name, pages)
             store.on_report = self._signal.set
+            sys.setswitchinterval(min(_SWITCH, sys.getswitchinterval()))
 
     # ---- from plan to events
 
@@ -117,6 +133,9 @@ class Tiers:
             if ticks > self._ticks:
                 events.append(Tick(ticks - self._ticks))
                 self._ticks = ticks
+            if self._up != (self._store.breaker.state != "open"):
+                self._up = not self._up
+                events.append(StoreUp(self._up))
         return events
 
     # ---- waiting

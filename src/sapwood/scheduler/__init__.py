@@ -15,6 +15,7 @@ from .events import (
     SaveDone,
     StepDone,
     StepFailed,
+    StoreUp,
     Tick,
 )
 from .plan import Batch, Plan
@@ -42,6 +43,7 @@ __all__ = [
     "SchedulerConfig",
     "StepDone",
     "StepFailed",
+    "StoreUp",
     "Tick",
     "register_policy",
 ]

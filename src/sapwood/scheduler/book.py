@@ -42,7 +42,6 @@ class Book:
             config.page_size,
             config.groups,
             events=config.events,
-            hashes=config.store,
             enabled=config.prefix_caching,
             ghost_bytes=config.ghost_bytes,
         )

@@ -84,7 +84,17 @@ class Tick:
     n: int = 1
 
 
-Event = StepDone | StepFailed | Finish | Abort | LoadDone | SaveDone | LookupDone | FetchDone | BackupDone | Tick
+@dataclass(frozen=True, slots=True)
+class StoreUp:
+    """Whether the store answers; it does until told otherwise. While it does not, nothing new is asked of it, and what
+    comes to host meanwhile is not backed up."""
+
+    up: bool
+
+
+Event = (
+    StepDone | StepFailed | Finish | Abort | LoadDone | SaveDone | LookupDone | FetchDone | BackupDone | Tick | StoreUp
+)
 
 
 class Ended(NamedTuple):

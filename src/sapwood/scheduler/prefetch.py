@@ -56,6 +56,7 @@ class Prefetch:
         self.cache = cache
         self.waiting = waiting
         self.ticks = 0
+        self.up = True  # whether the store answers
         self.fresh: list[Request] = []  # have not been looked at
         self.lookups: list[Lookup] = []  # for the next plan
         self.fetches: list[StoreOperation] = []
@@ -65,7 +66,7 @@ class Prefetch:
         self.backing: set[int] = set()
         self.by_hash: dict[bytes, _Search] = {}  # first missing page -> who is after it
         self.seeking: dict[Request, _Search] = {}  # who waits for what
-        self.counts = {"lookups": 0, "joined": 0, "hits": 0, "shortened": 0, "late": 0}
+        self.counts = {"lookups": 0, "joined": 0, "hits": 0, "shortened": 0, "late": 0, "not_backed_up": 0}
 
     @property
     def waiters(self) -> int:
@@ -91,6 +92,8 @@ class Prefetch:
                 self._look_for(request, False)
 
     def _look_for(self, request: Request, again: bool) -> None:
+        if not self.up:
+            return
         missing = self.cache.missing(request.binding, request.tokens, self.config.prefetch_threshold)
         if missing is None:
             return
@@ -188,7 +191,11 @@ class Prefetch:
 
     def back_up(self, span: Span | None) -> None:
         """Host has these pages now: so shall the store."""
-        if self.config.store and span is not None:
+        if not self.config.store or span is None:
+            return
+        if not self.up:
+            self.counts["not_backed_up"] += 1
+        else:
             for operation in self.cache.begin_backups(span):
                 self.backing.add(operation.op)
                 self.backups.append(operation)

@@ -22,6 +22,7 @@ from .events import (
     SaveDone,
     StepDone,
     StepFailed,
+    StoreUp,
     Tick,
 )
 from .outcome import Outcome
@@ -119,6 +120,10 @@ class Scheduler:
             if type(event.n) is not int or event.n < 0:
                 raise ProtocolError(f"Tick: n must be an integer from 0 on, got {event.n!r:.40}")
             self._book.prefetch.tick(event.n)
+        elif isinstance(event, StoreUp):
+            if type(event.up) is not bool:
+                raise ProtocolError(f"StoreUp: up must be True or False, got {event.up!r:.40}")
+            self._book.prefetch.up = event.up
         else:
             raise ProtocolError(f"advance takes events of sapwood.scheduler, got {event!r:.60}")
 

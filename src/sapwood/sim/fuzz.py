@@ -31,6 +31,7 @@ from sapwood.scheduler import (
     Scheduler,
     StepDone,
     StepFailed,
+    StoreUp,
     Tick,
 )
 
@@ -164,6 +165,7 @@ class Fuzz:
             self.arriving = max(self.arriving, 0.2)
             self.traffic.repeats()
         self.hung: set[int] = set()  # operations that do not come back for now
+        self.up = True  # the store, as the scheduler was told
 
         self.live: dict[str, _Request] = {}
         self.epochs: dict[Namespace, int] = {}
@@ -263,6 +265,9 @@ class Fuzz:
                 )
         if self.config.store and rng.random() < 0.3:
             events.append(Tick(rng.choice([0, 1, 2, 20])))
+        if self.config.store and rng.random() < 0.05:
+            self.up = not self.up or rng.random() < 0.5  # mostly up
+            events.append(StoreUp(self.up))
         if events:
             self.advance(events)
 

@@ -1,0 +1,160 @@
+"""Figures of a whole engine loop with host memory and a store: what a store costs a step, above all when it is dead.
+
+The loop is the real one, on real memory; only the model is missing: an executor answers at once. 64 chats decode, each
+request that ends makes room for another, whose prompt begins as others did. CPU is that of the loop's thread. A start
+or poll of transfers is blocked if its thread gave up its processor of its own will (for a lock, for Python's own, for a
+file), for as long as the wall clock says beyond its CPU; the time in which others took the processor from it is not
+the store's.
+"""
+
+from __future__ import annotations
+
+import gc
+import resource
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from sapwood.cache import CacheGroup
+from sapwood.engine import DeviceArena, EngineLoop, HostArena, NumpyMover, Tiers
+from sapwood.engine.arena import aligned
+from sapwood.scheduler import Event, Plan, RequestSpec, Scheduler, SchedulerConfig, StepDone
+from sapwood.store import Faults, FaultyBackend, Fingerprint, GroupLayout, Store, open_store
+
+from .timing import Figure, clock
+
+PAGE, PAGE_BYTES = 16, 4096
+RUNNING, PROMPT, SHARED, OUTPUT = 64, 512, 256, 64
+PAGES = 16384
+BLOCK_BAR = 1.0  # ms
+
+
+class Model:
+    """Answers every row that samples with the same token."""
+
+    def execute(self, plan: Plan) -> Sequence[Event]:
+        if not plan.batch.ids:
+            return ()
+        assert plan.step is not None
+        return [StepDone(plan.step, np.full(int(plan.batch.samples.sum()), 7, np.int32))]
+
+
+class Timed(Tiers):
+    """Tiers that note how long each start and poll took beyond their own work."""
+
+    def __init__(self, scheduler: Scheduler, mover: NumpyMover, store: Store | None) -> None:
+        super().__init__(scheduler, mover, store)
+        self.blocked: list[float] = []
+
+    def begin(self, plan: Plan) -> None:
+        before = _now()
+        super().begin(plan)
+        self.note(before)
+
+    def poll(self) -> list[Event]:
+        before = _now()
+        events = super().poll()
+        self.note(before)
+        return events
+
+    def note(self, before: tuple[int, float, float]) -> None:
+        waits, wall, cpu = (now - then for now, then in zip(_now(), before, strict=True))
+        self.blocked.append(wall - cpu if waits else 0.0)
+
+
+def _now() -> tuple[int, float, float]:
+    """How often this thread has waited so far, the wall clock, and its CPU."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw, time.perf_counter(), clock()
+
+
+class Engine:
+    def __init__(self, store: Callable[[], Store] | None = None) -> None:
+        group = CacheGroup("full", "full", PAGES, host_pages=PAGES, page_bytes=PAGE_BYTES)
+        config = SchedulerConfig(PAGE, [group], 8192, RUNNING, store=store is not None)
+        scheduler = Scheduler(config)
+        mover = NumpyMover(DeviceArena({"full": aligned((PAGES + 1, PAGE_BYTES))}), HostArena([group]))
+        self.tiers = Timed(scheduler, mover, store() if store is not None else None)
+        self.loop = EngineLoop(scheduler, Model(), self.tiers)
+        self.rng = np.random.default_rng(5)
+        self.shared = self.rng.integers(1, 150_000, SHARED, np.int32)
+        self.asked = 0
+
+    def submit(self) -> None:
+        specs = []
+        while len(self.loop.live) + len(specs) < RUNNING:
+            self.asked += 1
+            own = self.rng.integers(1, 150_000, PROMPT - SHARED, np.int32)
+            specs.append(RequestSpec(f"r{self.asked}", np.concatenate([self.shared, own]), OUTPUT))
+        if specs:
+            self.loop.submit(specs)
+
+    def run(self, requests: int) -> float:
+        """Until so many requests are over: what the steps took of their thread's CPU, for each token that came out."""
+        taken, tokens, over = 0.0, 0, 0
+        while over < requests:
+            self.submit()
+            begin = clock()
+            step = self.loop.step()
+            taken += clock() - begin
+            tokens += int(step.plan.batch.samples.sum())
+            over += len(step.ended)
+            self.loop.rest(0.01)
+        return taken / tokens
+
+
+def fingerprint() -> Fingerprint:
+    return Fingerprint(bytes(32), "bfloat16", PAGE, (GroupLayout("full", "full", PAGE_BYTES),), rank=0, ranks=1)
+
+
+def figures(quick: bool) -> Iterator[Figure]:
+    with TemporaryDirectory(prefix="sapwood-bench-") as folder:
+        yield from _figures(Path(folder), 5 if quick else 15)
+
+
+def _stores(folder: Path) -> dict[str, Callable[[], Store]]:
+    def troubled(faults: Faults) -> Callable[[], Store]:
+        def made() -> Store:
+            store = open_store("memory://", fingerprint())
+            store._backend = FaultyBackend(store._backend, 1, faults)
+            return store
+
+        return made
+
+    return {
+        "hanging": troubled(Faults(hang=1.0, hang_seconds=30.0)),
+        "refusing": troubled(Faults(fail=1.0)),
+        "slow": troubled(Faults(slow=0.05)),
+        "file": lambda: open_store(f"file://{folder}/store?size=4GiB", fingerprint()),
+    }
+
+
+def _figures(folder: Path, repeats: int) -> Iterator[Figure]:
+    engines = {"none": Engine()} | {name: Engine(store) for name, store in _stores(folder).items()}
+    gc.collect()
+    gc.disable()
+    try:
+        for engine in engines.values():
+            engine.run(4 * RUNNING)  # does not count: the caches fill, breakers open
+            engine.tiers.blocked.clear()
+        taken: dict[str, list[float]] = {name: [] for name in engines}
+        for _ in range(repeats):
+            for name, engine in engines.items():
+                taken[name].append(engine.run(2 * RUNNING))
+    finally:
+        gc.enable()
+    plain = taken["none"]
+    for name, bar in (("hanging", 1.1), ("refusing", 1.1), ("slow", None), ("file", None)):
+        ratio = median(mine / none for mine, none in zip(taken[name], plain, strict=True))
+        beside = f"{median(taken[name]) * 1e6:.1f} / {median(plain) * 1e6:.1f} us of CPU a token"
+        yield Figure(f"steps, 64 chats, host and a store ({name}) / host alone", ratio, "ratio", bar, beside)
+    for name in ("hanging", "refusing", "slow", "file"):
+        each = sorted(engines[name].tiers.blocked)
+        times, often = sum(one > 0 for one in each), each[int(0.999 * len(each))]
+        beside = f"blocked at all in {times} of {len(each):,} starts and polls; 99.9 % under {often * 1e3:.2f} ms"
+        yield Figure(f"  longest that a step was blocked by it ({name})", each[-1] * 1e3, "ms", BLOCK_BAR, beside)
+    for engine in engines.values():
+        engine.loop.close(0.5)
