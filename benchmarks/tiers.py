@@ -117,12 +117,7 @@ def figures(quick: bool) -> Iterator[Figure]:
 
 def _stores(folder: Path) -> dict[str, Callable[[], Store]]:
     def troubled(faults: Faults) -> Callable[[], Store]:
-        def made() -> Store:
-            store = open_store("memory://", fingerprint())
-            store._backend = FaultyBackend(store._backend, 1, faults)
-            return store
-
-        return made
+        return lambda: open_store("memory://", fingerprint(), wrap=lambda backend: FaultyBackend(backend, 1, faults))
 
     return {
         "hanging": troubled(Faults(hang=1.0, hang_seconds=30.0)),

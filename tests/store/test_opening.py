@@ -189,3 +189,22 @@ with kit.Desk("memory://") as desk:
     assert "pip install 'sapwood[redis]'" in lines[0]
     assert "pip install 'sapwood[mooncake]'" in lines[1] and "libibverbs1" in lines[1]
     assert lines[2] == "1"
+
+
+def test_without_xxhash_the_engine_is_there_and_a_store_says_what_is_missing(tmp_path):
+    """The packages import without xxhash; only opening a store needs it, and says so.
+
+    Mutation: values.py imports xxhash without asking; or `open_store` does not try it.
+    """
+    code = f"""
+import sys
+sys.modules["xxhash"] = None
+import sapwood.engine
+from sapwood.store import Fingerprint, GroupLayout, StoreError, open_store
+try:
+    open_store("file://{tmp_path}?size=1MiB", Fingerprint(bytes(32), "x", 4, (GroupLayout("full", "full", 64),), 0, 1))
+except StoreError as error:
+    print(error)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ran.stdout.strip() == "a store needs the package xxhash: pip install xxhash", ran.stderr

@@ -15,9 +15,10 @@ from .jobs import Store
 from .keys import Fingerprint
 from .memory import MemoryBackend
 from .mooncake import MooncakeBackend
-from .protocol import Backend
+from .protocol import Backend, StoreError
 from .redis import RedisBackend, Tls
 from .uri import Where
+from .values import checksum
 
 
 def open_store(
@@ -39,6 +40,10 @@ def open_store(
     """
     if not isinstance(fingerprint, Fingerprint):
         raise ValueError(f"fingerprint must be a Fingerprint, got {fingerprint!r:.60}")
+    try:
+        checksum(memoryview(b""))
+    except ModuleNotFoundError as error:
+        raise StoreError(str(error)) from None
     where = uris.parse(uri)
     faults: dict[str, float] = {}
     seed = 0

@@ -13,7 +13,6 @@ import struct
 from collections.abc import Sequence
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from .keys import Fingerprint, key_prefix
@@ -29,7 +28,14 @@ _KNOWN = slice(0, _ARENA.size + 32)
 _CHECKSUM = slice(_KNOWN.stop, _KNOWN.stop + 16)
 _PADDING = bytes(HEAD_BYTES - _CHECKSUM.stop)
 
-checksum = xxhash.xxh3_128_digest
+try:
+    import xxhash
+
+    checksum = xxhash.xxh3_128_digest
+except ImportError:  # an engine without a store runs all the same; `open_store` says what is missing
+
+    def checksum(page: memoryview) -> bytes:  # type: ignore[misc]
+        raise ModuleNotFoundError("a store needs the package xxhash: pip install xxhash")
 
 
 class Arena:
