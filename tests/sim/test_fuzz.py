@@ -106,7 +106,7 @@ def test_everything_happens() -> None:
     """Over a few seeds every kind of end, fault and pressure has been there, and all that a store can do to a fetch:
     the attack does not pass by idling."""
     reports = [fuzz(seed, 100, layout) for seed in range(4) for layout in ("full", "tiny-full+window", "full+state")]
-    reports += [fuzz(seed, 100, layout) for seed in range(5) for layout in ("full@pair", "full+window@store-evict")]
+    reports += [fuzz(seed, 100, layout) for seed in range(9) for layout in ("full@pair", "full+window@store-evict")]
     total = {name: sum(getattr(r, name) for r in reports) for name in COUNTS}
     assert all(total.values()), total
     reasons = {reason for report in reports for reason in report.ended}

@@ -98,14 +98,14 @@ def test_what_must_be_refused_is() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_is_what_its_name_says(layout: str) -> None:
     """Any seed makes a configuration that is accepted, with the named families and page size, and seeds differ."""
-    configs = [LAYOUTS[layout].config(random.Random(seed)) for seed in range(60)]
+    configs = [LAYOUTS[layout].config(random.Random(seed)) for seed in range(120)]
     families = [group.family for group in configs[0].groups]
     for family in ("full", "window", "state"):
         assert (family in layout) == (family in families)
     name, _, tier = layout.partition("@")
     assert name.endswith(f"/{configs[0].page_size}") or "/" not in layout
     assert bool(tier) == any(group.host_pages for group in configs[0].groups)
-    assert all(config.store is (tier in ("store", "pair")) for config in configs)
+    assert all(config.store is (tier in ("store", "store-evict", "pair")) for config in configs)
     for field in ("policy", "mixed", "events", "max_loras", "max_tries", "headroom", "prefix_caching"):
         assert len({getattr(config, field) for config in configs}) > 1, field
 

@@ -265,8 +265,8 @@ class Fuzz:
                 )
         if self.config.store and rng.random() < 0.3:
             events.append(Tick(rng.choice([0, 1, 2, 20])))
-        if self.config.store and rng.random() < 0.05:
-            self.up = not self.up or rng.random() < 0.5  # mostly up
+        if self.config.store and rng.random() < (0.01 if self.up else 0.2):
+            self.up = not self.up
             events.append(StoreUp(self.up))
         if events:
             self.advance(events)
