@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from sapwood.cache import CacheGroup
-from sapwood.engine import DeviceArena, EngineLoop, HostArena, NumpyMover, Tiers
+from sapwood.engine import DeviceArena, EngineLoop, HostArena, NumpyMover, Tiers, tiers
 from sapwood.scheduler import (
     Abort,
     BackupDone,
@@ -70,6 +70,26 @@ def test_t08_what_the_store_refuses_is_answered_at_the_next_poll(tmp_path):
     stats = machine.tiers.stats()
     assert stats["refused"] == 1 and stats["under_way"] == 0
     machine.close()
+
+
+def test_t02_lookups_of_one_plan_share_a_job_and_have_answers_of_their_own(tmp_path, monkeypatch):
+    """Four requests at once, one of them known to the store: one job asks for all (or two, if it would be too large),
+    and each learns what is there of its own pages.
+
+    Mutation: `Tiers._over` gives every lookup the answer of the first, or the wrong slice; or `_look_up` forgets who
+    comes after a full job.
+    """
+    for keys, jobs in ((1024, 1), (12, 2)):
+        machine = fetching(tmp_path / str(keys))
+        monkeypatch.setattr(tiers, "_KEYS", keys)
+        for at, prompt in enumerate([toks(31, 6 * PAGE + 1), toks(32, 6 * PAGE + 1), PROMPT, toks(33, 6 * PAGE + 1)]):
+            machine.submit(f"r{at}", prompt)
+        before = machine.store.stats()["submitted"]
+        first = machine.step()
+        assert len(first.plan.lookups) == 4 and machine.store.stats()["submitted"] == before + jobs
+        machine.see_to(*(f"r{at}" for at in range(4)))
+        assert [machine.ended[f"r{at}"].cached for at in range(4)] == [0, 0, 24, 0]
+        machine.close()
 
 
 def test_t08_the_scheduler_learns_whether_the_store_answers(tmp_path):

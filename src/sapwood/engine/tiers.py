@@ -16,7 +16,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 StoreKind = Literal["lookup", "fetch", "backup"]
 _SWITCH = 0.0002  # seconds for which a thread may keep the interpreter: by default a store could block a step for 5 ms
+_KEYS = 1024  # about so many pages are looked up by one job
 _PEEK = 0.0005  # seconds between two looks at a mover that works on its own: it cannot call
 
 
@@ -49,8 +50,7 @@ class _Job(NamedTuple):
     """What a job of the store is for."""
 
     kind: StoreKind
-    op: int
-    start_page: int
+    operations: Sequence[Any]  # several lookups, or one fetch or backup
     deadline: float
 
 
@@ -111,18 +111,15 @@ class Tiers:
                     self._moves[operation.op] = kind  # type: ignore[assignment]
                     self._counts[f"{kind}s"] += 1
                     self._mover.start(kind, operation.op, operation.pages)  # type: ignore[arg-type]
-        for lookup in plan.lookups:
-            self._counts["lookups"] += 1
-            ones = np.ones(len(lookup.hashes), np.bool_)
-            patience = self._config.lookup_ticks * self._tick
-            self._ask("lookup", lookup, dict.fromkeys(self._page_bytes, ones), patience)
+        if plan.lookups:
+            self._look_up(plan.lookups)
         for fetch in plan.fetches:
             self._counts["fetches"] += 1
             ticks = self._config.fetch_ticks + self._config.page_ticks * len(fetch.hashes)
-            self._ask("fetch", fetch, fetch.pages, ticks * self._tick)
+            self._ask("fetch", [fetch], fetch.hashes, fetch.pages, ticks * self._tick)
         for backup in plan.backups:
             self._counts["backups"] += 1
-            self._ask("backup", backup, backup.pages, timeout_for(self._bytes_of(backup)))
+            self._ask("backup", [backup], backup.hashes, backup.pages, timeout_for(self._bytes_of(backup)))
 
     def poll(self) -> list[Event]:
         """What became known since the last call, and the ticks that have passed. Never waits."""
@@ -211,21 +208,38 @@ class Tiers:
 
     # ---- inside
 
-    def _ask(self, kind: StoreKind, operation: Any, pages: dict[str, Any], timeout: float) -> None:
+    def _look_up(self, lookups: Sequence[Any]) -> None:
+        """The lookups of a plan, many to a job: a burst of requests costs not much more than one."""
+        self._counts["lookups"] += len(lookups)
+        patience = self._config.lookup_ticks * self._tick
+        at = 0
+        while at < len(lookups):
+            first = at
+            hashes: list[bytes] = []
+            while at < len(lookups) and len(hashes) < _KEYS:
+                hashes += lookups[at].hashes
+                at += 1
+            ones = np.ones(len(hashes), np.bool_)
+            self._ask("lookup", lookups[first:at], hashes, dict.fromkeys(self._page_bytes, ones), patience)
+
+    def _ask(
+        self, kind: StoreKind, operations: Sequence[Any], hashes: list[bytes], pages: dict[str, Any], timeout: float
+    ) -> None:
         """Give the store a job; if it does not take it, the answer is that there is nothing."""
         assert self._store is not None
         ask = {"lookup": self._store.exists, "fetch": self._store.get, "backup": self._store.put}[kind]
         try:
-            number = ask(operation.hashes, pages, timeout=timeout)
+            number = ask(hashes, pages, timeout=timeout)
         except StoreError as error:
             if not self._closed:
-                log.warning("%s %s: %s", kind, operation.op, error)
+                log.warning("%s %s: %s", kind, operations[0].op, error)
             number = None
         if number is None:
-            self._counts["refused"] += 1
-            self._tell(_nothing(kind, operation.op))
+            self._counts["refused"] += len(operations)
+            for operation in operations:
+                self._tell(_nothing(kind, operation.op))
         else:
-            self._jobs[number] = _Job(kind, operation.op, operation.start_page, time.monotonic() + timeout)
+            self._jobs[number] = _Job(kind, operations, time.monotonic() + timeout)
 
     def _bytes_of(self, operation: StoreOperation) -> int:
         return sum(int(np.count_nonzero(ids)) * self._page_bytes[name] for name, ids in operation.pages.items())
@@ -244,12 +258,17 @@ class Tiers:
                     self._over(report)
 
     def _over(self, done: JobDone) -> None:
-        kind, op, start_page, _ = self._jobs.pop(done.job)
+        kind, operations, _ = self._jobs.pop(done.job)
         event: Event
         if kind == "lookup":  # it has no memory to hold
-            self._tell(LookupDone(op, self._cache.servable_run(start_page, done.ok)))
+            begin = 0
+            for lookup in operations:
+                end = begin + len(lookup.hashes)
+                there = {name: ok[begin:end] for name, ok in done.ok.items()}
+                self._tell(LookupDone(lookup.op, self._cache.servable_run(lookup.start_page, there)))
+                begin = end
             return
-        run = done.run()
+        op, run = operations[0].op, done.run()
         if kind == "fetch":
             event = FetchDone(op, run > 0, run)
             self._pages["fetched"] += run
