@@ -33,7 +33,7 @@ VERSION = 1
 _MARK = "sapwood-store"
 _BLOCK = 4096  # the header's room: so that pages can be read straight from the disk to where they belong
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_SMALL = 128 << 10  # reading pages below this size is mostly Python: two threads at once take twice as long as in turn
+_SMALL = 128 << 10  # with pages below this size most is Python, and two threads at once take twice as long as in turn
 _FRESH = 30.0  # seconds within which a second use of a file is not written to disk
 
 
@@ -45,7 +45,7 @@ class Known(NamedTuple):
 
 
 class FileBackend(Backend):
-    workers = 2
+    workers = 3  # two write, or all read
     part_pages = 128
 
     def __init__(self, root: str, limit: int) -> None:
@@ -62,7 +62,8 @@ class FileBackend(Backend):
         self._local = threading.local()
         self._aligned: set[int] = set()
         self._direct = True  # until the file system says no
-        self._turn = threading.Lock()  # of those who read small pages
+        self._read_turn = threading.Lock()  # of those who read small pages
+        self._write_turn = threading.Lock()
         self._lock = threading.Lock()  # of what follows
         self._index: OrderedDict[bytes, Known] = OrderedDict()  # least recently used first
         self._known = 0
@@ -90,10 +91,7 @@ class FileBackend(Backend):
         return [os.path.exists(self._path(_digest(name))) for name in names]
 
     def get(self, items: Sequence[Item]) -> Iterator[Got]:
-        if items and len(items[0].page) < _SMALL:
-            with self._turn:
-                yield from self._get(items)
-        else:
+        with self._read_turn if items and len(items[0].page) < _SMALL else contextlib.nullcontext():
             yield from self._get(items)
 
     def _get(self, items: Sequence[Item]) -> Iterator[Got]:
@@ -157,6 +155,10 @@ class FileBackend(Backend):
     # ---- writing
 
     def put(self, items: Sequence[Item]) -> Iterator[Kept]:
+        with self._write_turn if items and len(items[0].page) < _SMALL else contextlib.nullcontext():
+            yield from self._put_all(items)
+
+    def _put_all(self, items: Sequence[Item]) -> Iterator[Kept]:
         new: list[tuple[int, Item, bytes]] = []
         for i, item in enumerate(items):
             digest = _digest(item.name)
