@@ -249,8 +249,7 @@ class Decoding:
 
     def used_up(self) -> list[Request]:
         """Rows that have yielded all the tokens they may."""
-        return [
-            request
-            for request in self.ending.pop(self.tick, ())
-            if request.phase is DECODING and self.generated(request) >= request.max_tokens
-        ]
+        foreseen = self.ending.pop(self.tick, None)
+        if foreseen is None:
+            return []
+        return [r for r in foreseen if r.phase is DECODING and self.generated(r) >= r.max_tokens]
