@@ -131,7 +131,8 @@ class HybridPrefixCache:
     def match_prefix(self, binding: Binding, tokens: Tokens, host: bool = True) -> Match:
         """What the cache could serve this prompt, from the device or (unless `host` is False) by loading from host.
         Pins nothing. `tokens` may be bytes of int32, which are taken as they are."""
-        self._bound(binding)
+        if type(binding) is not Binding or binding.cache is not self or not binding.live:
+            self._bound(binding)
         raw = self._raw(tokens)
         if not self.enabled:
             return self._matcher.nothing(binding, raw, len(raw) // 4, "off")
@@ -150,7 +151,8 @@ class HybridPrefixCache:
         has no room, with nothing changed. `keep` says what must be left for others, and whether fewer pages will do
         (`growable` tells then how far they reach); `writes=False` publishes nothing of this request. With an Operation
         to carry out, or `lease.loading`, the request waits for `load_done` and gets its pages with `grow` then."""
-        self._bound(match.binding)
+        if match.binding.cache is not self or not match.binding.live:
+            self._bound(match.binding)
         if type(upto) is not int or not match.start < upto <= match.length:
             whole_number("upto", upto, match.start + 1, match.length)
         if match.version != self._tree.version and match.reason != "off":

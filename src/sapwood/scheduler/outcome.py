@@ -26,6 +26,7 @@ class Outcome:
         self.book = book
         self.cache = book.cache
         self.planner = planner
+        self.slides = book.cache.slides
         self.counts = {"steps": 0, "steps_failed": 0}
 
     # ---- done
@@ -59,7 +60,7 @@ class Outcome:
             self._end_decodes()
         if flight.chunks:
             self._after_chunks(flight.chunks, tokens[decodes:])
-        if cache.slides:
+        if self.slides:
             self._slide([*crossed, *(chunk.request for chunk in flight.chunks)])
         if self.planner.retries:
             self.planner.tried(flight.rows())

@@ -24,7 +24,6 @@ from .policy import POLICIES
 from .pressure import Pressure
 from .request import LOADING, Request
 
-_keep = Keep._make
 _LOOKS = 8  # requests that turn out not to fit, after which a plan looks at nobody else
 _LOOK_AGAIN = 16  # plans after which a request that did not fit is tried again although no room was made
 
@@ -36,6 +35,7 @@ class Planner:
         self.cache = book.cache
         self.page = config.page_size
         self.headroom = config.headroom
+        self.snapshots = self.cache.keeps_snapshots
         self.pressure = Pressure(book)
         self.policy = POLICIES[config.policy]()
         self.step = 0
@@ -85,7 +85,7 @@ class Planner:
     def _issue(self, decodes: bool, chunks: list[Chunk]) -> Plan:
         book = self.book
         rows = book.decoding.requests if decodes else []
-        if self.cache.keeps_snapshots:
+        if self.snapshots:
             self._checkpoint(decodes)
         self.step = self.number
         book.flight = Flight(self.step, list(rows), chunks)
@@ -259,14 +259,15 @@ class Planner:
             upto = match.length
         if match.cuts:
             upto = self._cut(match.cuts, match.start, upto)
-        if self.book.admit(request, match, upto, self._keep(request)):
+        want = self._want(request)
+        if self.book.admit(request, match, upto, self._keep(want)):
             if self.ahead >= 0:
-                self.ahead += self._ahead_of(request)
+                self.ahead += self._ahead_of(request, want)
             self.room = None
             return True
         if self.book.owners:
             self.looks -= 1
-            request.own = max(0, -(-self._want(request) // self.page) - match.depth)
+            request.own = max(0, -(-want // self.page) - match.depth)
             short = request.own + self.ahead > self.cache.room()
             request.tried, request.tried_at = () if short else self.cache.available(), self.step
         return False
@@ -285,14 +286,14 @@ class Planner:
         tried = request.tried or ()
         return bool(tried) and all(now <= then for now, then in zip(each, tried, strict=True))
 
-    def _keep(self, request: Request) -> Keep:
+    def _keep(self, want: int) -> Keep:
         """What must be left: running requests must be able to go on for a while, and so must this one."""
         book = self.book
         if not book.owners:
             return Keep(least=1)
         if self.ahead < 0:
             self._count_ahead()
-        return _keep((self._want(request), self.ahead, len(book.owners), 1))
+        return Keep(want, self.ahead, len(book.owners), 1)
 
     def _want(self, request: Request) -> int:
         """How many tokens a request will have soon."""
@@ -303,12 +304,12 @@ class Planner:
         book = self.book
         self.ahead = book.decoding.room_ahead(self.headroom)
         for other in [*book.prefilling.items, *book.loading.items]:
-            self.ahead += self._ahead_of(other)
+            self.ahead += self._ahead_of(other, self._want(other))
 
-    def _ahead_of(self, request: Request) -> int:
+    def _ahead_of(self, request: Request, want: int) -> int:
         """Pages that a request which does not decode yet will take."""
         assert request.lease is not None
-        more = -(-self._want(request) // self.page) - self.cache.columns(request.lease)
+        more = -(-want // self.page) - self.cache.columns(request.lease)
         return more if more > 0 else 0
 
     def _age(self, admitted: list[Request]) -> None:
