@@ -6,6 +6,7 @@ in torch gives `TorchArena` its tensors instead (sapwood.engine.transfer_torch),
 """
 
 import hashlib
+import os
 import sys
 import tempfile
 
@@ -51,7 +52,7 @@ def engine(uri: str) -> EngineLoop:
 
 
 def main() -> None:
-    folder = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="sapwood-")
+    folder = os.path.abspath(sys.argv[1]) if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="sapwood-")
     for life in ("first", "second"):
         loop = engine(f"file://{folder}?size=64MiB")
         loop.submit([RequestSpec("ann", list(range(1000, 1100)), max_tokens=3)])

@@ -118,6 +118,7 @@ class Machine:
         weights: bytes = WEIGHTS,
         depot: Depot | None = None,
         tick_seconds: float = 0.01,
+        clock: Callable[[], float] = time.monotonic,
         fingerprint: dict[str, Any] | None = None,
         breaker: Breaker | None = None,
         mover: type[NumpyMover] = Late,
@@ -152,7 +153,7 @@ class Machine:
                 queue_pages=queue_pages,
                 wrap=self._wrap,
             )
-        self.tiers = Watched(self.scheduler, self.mover, self.store, tick_seconds=tick_seconds)
+        self.tiers = Watched(self.scheduler, self.mover, self.store, tick_seconds=tick_seconds, clock=clock)
         self.tiers.witness = self.witness
         self.executor = Failing(self.witness)
         self.loop = EngineLoop(self.scheduler, self.executor, self.tiers)

@@ -23,6 +23,7 @@ from sapwood.scheduler import (
     Scheduler,
     SchedulerConfig,
     StepDone,
+    StepFailed,
     StoreUp,
     Tick,
 )
@@ -59,17 +60,66 @@ def test_t08_what_the_store_refuses_is_answered_at_the_next_poll(tmp_path):
     Mutation: `Tiers._ask` forgets an operation that was refused.
     """
     machine = fetching(tmp_path, breaker=Breaker(failures=1, seconds=1000))
-    machine.store.breaker.failure()
+    machine.submit("ann", PROMPT)
+    plan = machine.scheduler.next_plan()
+    (lookup,) = plan.lookups
+    machine.store.breaker.failure()  # it opens before the plan is carried out
     assert machine.store.breaker.state == "open"
-    machine.submit("ann", PROMPT)  # before anybody has told the scheduler
-    first = machine.step()
-    (lookup,) = first.plan.lookups
-    assert LookupDone(lookup.op, 0) in first.events
+    machine.tiers.begin(plan)
+    assert not machine.loop.executor.execute(plan)
+    events = machine.tiers.poll()
+    assert LookupDone(lookup.op, 0) in events
+    machine.scheduler.advance(events)
     machine.see_to("ann")
     machine.settle()
     stats = machine.tiers.stats()
     assert stats["refused"] == 1 and stats["under_way"] == 0
     machine.close()
+
+
+def test_t10_time_that_passed_before_a_request_came_is_not_its_own(tmp_path):
+    """An engine that has rested for much longer than anybody waits for the store: the next request is looked up, and
+    served from it. The same when a step took that long while its lookup was answered.
+
+    Mutation: `EngineLoop.step` plans before it tells the time; or patience begins before a fetch is handed out.
+    """
+    now = [0.0]
+    machine = fetching(tmp_path, clock=lambda: now[0], lookup_ticks=100, fetch_ticks=100, page_ticks=0)
+    now[0] += 100.0
+    machine.submit("ann", PROMPT)
+    assert machine.step().plan.lookups
+    machine.until(lambda: machine.tiers.wait(0.01))
+    events = machine.tiers.poll()
+    assert [type(event) for event in events] == [LookupDone]
+    machine.scheduler.advance([*events, Tick(150)])  # the step was slow: the fetch is handed out after all that
+    machine.see_to("ann")
+    assert machine.ended["ann"].cached == 24 and machine.scheduler.stats()["store"]["late"] == 0
+    machine.close()
+
+
+def test_an_executor_that_raises_has_failed_its_step(tmp_path, caplog):
+    """Whatever an executor raises is a failed step, logged: its rows are tried again and end well. What says that
+    nothing can be trusted comes out.
+
+    Mutation: `EngineLoop._execute` lets the exception out, or swallows an AssertionError.
+    """
+    machine = Machine("full")
+    execute = machine.loop.executor.execute
+    troubles = [RuntimeError("out of memory"), AssertionError("a wrong byte")]
+
+    def troubled(plan):
+        if troubles and plan.batch.ids:
+            machine.witness.begin(plan)
+            machine.witness.fail("raised")
+            raise troubles.pop(0)
+        return execute(plan)
+
+    machine.loop.executor.execute = troubled
+    machine.submit("ann", PROMPT)
+    step = machine.step()
+    assert StepFailed(step.plan.step, "RuntimeError: out of memory") in step.events and "step 1 failed" in caplog.text
+    with pytest.raises(AssertionError, match="a wrong byte"):
+        machine.step()
 
 
 def test_t02_lookups_of_one_plan_share_a_job_and_have_answers_of_their_own(tmp_path, monkeypatch):

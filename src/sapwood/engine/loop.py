@@ -1,6 +1,7 @@
 """The step loop: scheduler, executor and tiers joined. Whoever serves calls `step` and `rest` in turn, from one thread.
 
-    submit, tell ---> scheduler --plan--> tiers.begin ---> executor.execute ---> tiers.poll
+    submit, tell,
+    tiers.poll -----> scheduler --plan--> tiers.begin ---> executor.execute ---> tiers.poll
                           ^                                        |                 |
                           +---------- advance(events) -------------+-----------------+ ---> Step: tokens, ends
 
@@ -10,15 +11,18 @@ that are real, which no batch writes, and what a load brings is read by later pl
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from sapwood.scheduler import Abort, Ended, Event, Plan, RequestSpec, Scheduler, StepDone
+from sapwood.scheduler import Abort, Ended, Event, Plan, RequestSpec, Scheduler, StepDone, StepFailed
 
 from .tiers import Tiers
+
+log = logging.getLogger(__name__)
 
 
 class Executor(Protocol):
@@ -65,6 +69,8 @@ class EngineLoop:
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, tiers: Tiers | None = None) -> None:
+        if tiers is not None and tiers.scheduler is not scheduler:
+            raise ValueError("tiers must be those of this scheduler, got those of another")
         self.scheduler = scheduler
         self.executor = executor
         self.tiers = Tiers(scheduler) if tiers is None else tiers
@@ -86,16 +92,34 @@ class EngineLoop:
         return self._over(self.scheduler.advance(events))
 
     def step(self) -> Step:
-        """One plan, carried out, and what has become known. Waits for the executor, and for nothing else."""
+        """One plan, carried out, and what has become known. Waits for the executor, and for nothing else.
+
+        An executor that raises has failed its step: those in it are tried again, apart from each other. Only an
+        AssertionError comes out of here: then nothing can be trusted any more."""
+        events = self.tiers.poll()  # first the time: what is asked for now waits from now on
+        ended = self.scheduler.advance(events) if events else []
         plan = self.scheduler.next_plan()
-        events: list[Event] = []
+        ended += plan.ended
+        later: list[Event] = []
         if not plan.empty:
             self.tiers.begin(plan)
-            events += self.executor.execute(plan)
-        events += self.tiers.poll()
-        ended = plan.ended + (self.scheduler.advance(events) if events else [])
-        self._last = Step(plan, events, self._over(ended))
+            later += self._execute(plan)
+            later += self.tiers.poll()
+        if later:
+            ended += self.scheduler.advance(later)
+        self._last = Step(plan, events + later, self._over(ended))
         return self._last
+
+    def _execute(self, plan: Plan) -> Sequence[Event]:
+        try:
+            return self.executor.execute(plan)
+        except AssertionError:
+            raise
+        except Exception as error:
+            if not plan.batch.ids or plan.step is None:
+                raise
+            log.exception("step %s failed", plan.step)
+            return [StepFailed(plan.step, f"{type(error).__name__}: {error}"[:1000])]
 
     def rest(self, timeout: float | None = None) -> None:
         """Wait while there is nothing to do: until a tier has news, a deadline of the scheduler comes, `wake` is

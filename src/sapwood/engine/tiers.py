@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 StoreKind = Literal["lookup", "fetch", "backup"]
 _SWITCH = 0.0002  # seconds for which a thread may keep the interpreter: by default a store could block a step for 5 ms
+_PROMPTLY = 0.9  # of the scheduler's patience: what has come by then finds those who wait for it
 _KEYS = 1024  # about so many pages are looked up by one job
 _PEEK = 0.0005  # seconds between two looks at a mover that works on its own: it cannot call
 
@@ -59,8 +60,8 @@ class Tiers:
 
     The mover's host arena is registered with the store, whose `on_report` is taken. A tick is `tick_seconds` of
     `clock`; without a store nobody counts ticks. With one, threads of this process take turns every 0.2 ms. A lookup
-    and a fetch are given up when the scheduler does not wait for them any longer; a backup when it has taken longer
-    than its size explains. While the store's breaker is open, the scheduler knows (`StoreUp`) and asks nothing.
+    and a fetch are given up shortly before the scheduler loses its patience; a backup when it has taken longer than
+    its size explains. While the store's breaker is open, the scheduler knows (`StoreUp`) and asks nothing.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Tiers:
         if not (isinstance(tick_seconds, int | float) and 0 < tick_seconds < math.inf):
             raise ValueError(f"tick_seconds must be a number above 0, got {tick_seconds!r:.60}")
         _fit(scheduler, mover, store)
+        self.scheduler = scheduler
         self._config = scheduler.config
         self._cache = scheduler.cache
         self._mover = mover
@@ -84,6 +86,7 @@ class Tiers:
         self._began = clock()
         self._ticks = 0  # that were told
         self._up = True  # the store, as was told
+        self._switch = 0.0  # how long threads could keep the interpreter before
         self._moves: dict[int, Kind] = {}
         self._jobs: dict[int, _Job] = {}
         self._held: dict[int, Event] = {}  # by job: told when the backend has returned
@@ -98,7 +101,8 @@ class Tiers:
             for name, pages in mover.host.pages.items():
                 store.register(name, pages)
             store.on_report = self._signal.set
-            sys.setswitchinterval(min(_SWITCH, sys.getswitchinterval()))
+            self._switch = sys.getswitchinterval()
+            sys.setswitchinterval(min(_SWITCH, self._switch))
 
     # ---- from plan to events
 
@@ -116,7 +120,7 @@ class Tiers:
         for fetch in plan.fetches:
             self._counts["fetches"] += 1
             ticks = self._config.fetch_ticks + self._config.page_ticks * len(fetch.hashes)
-            self._ask("fetch", [fetch], fetch.hashes, fetch.pages, ticks * self._tick)
+            self._ask("fetch", [fetch], fetch.hashes, fetch.pages, _PROMPTLY * ticks * self._tick)
         for backup in plan.backups:
             self._counts["backups"] += 1
             self._ask("backup", [backup], backup.hashes, backup.pages, timeout_for(self._bytes_of(backup)))
@@ -186,6 +190,8 @@ class Tiers:
         if self._mover is not None:
             self._mover.close()
         returned = self._store is None or self._store.close(timeout)
+        if self._switch:
+            sys.setswitchinterval(self._switch)
         self._collect()
         return returned
 
@@ -211,7 +217,7 @@ class Tiers:
     def _look_up(self, lookups: Sequence[Any]) -> None:
         """The lookups of a plan, many to a job: a burst of requests costs not much more than one."""
         self._counts["lookups"] += len(lookups)
-        patience = self._config.lookup_ticks * self._tick
+        patience = _PROMPTLY * self._config.lookup_ticks * self._tick
         at = 0
         while at < len(lookups):
             first = at
@@ -306,6 +312,10 @@ def _fit(scheduler: Scheduler, mover: Mover | None, store: Store | None) -> None
     hosted = [group for group in scheduler.cache.groups if group.host_pages]
     if hosted and mover is None:
         raise ValueError(f"mover must be given: group {hosted[0].name!r} has {hosted[0].host_pages} host pages")
+    if mover is not None and not isinstance(mover, Mover):
+        raise ValueError(f"mover must be a Mover, got {mover!r:.60}")
+    if store is not None and not isinstance(store, Store):
+        raise ValueError(f"store must be a Store, as open_store makes it, got {store!r:.60}")
     if mover is not None:
         arena = {group.name: group for group in mover.host.groups}
         for group in hosted:

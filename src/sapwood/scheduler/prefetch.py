@@ -24,6 +24,8 @@ from .events import BackupDone, FetchDone, LookupDone, ProtocolError
 from .queue import Queue
 from .request import WAITING, Request
 
+_NEVER = 1 << 62  # while an operation waits for its plan
+
 
 class Lookup(NamedTuple):
     """Ask the store: how many of these pages, from the first on, could it serve? (`cache.servable_run` tells what of
@@ -44,7 +46,7 @@ class _Search:
         self.seeker = seeker  # whose prompt it is
         self.first = first
         self.hashes = hashes
-        self.deadline = 0
+        self.deadline = _NEVER
         self.cut = False  # it asks again, for what host can take
         self.pages = 0  # that are fetched, once they are
         self.waiters: dict[Request, bool] = {}  # and whether each has looked before, and joined another then
@@ -113,10 +115,15 @@ class Prefetch:
         self.looking[op] = search
         self.lookups.append(Lookup(op, search.seeker.binding.namespace, search.first, search.hashes))
         self.counts["lookups"] += 1
-        search.deadline = self.ticks + self.config.lookup_ticks
+        search.deadline = _NEVER
 
     def take(self) -> tuple[list[Lookup], list[StoreOperation], list[StoreOperation]]:
         """Lookups, fetches and backups to hand out with a plan."""
+        for lookup in self.lookups:  # patience begins now
+            self.looking[lookup.op].deadline = self.ticks + self.config.lookup_ticks
+        for fetch in self.fetches:
+            search = self.fetching[fetch.op]
+            search.deadline = self.ticks + self.config.fetch_ticks + self.config.page_ticks * search.pages
         taken = self.lookups, self.fetches, self.backups
         self.lookups, self.fetches, self.backups = [], [], []
         return taken
@@ -161,7 +168,7 @@ class Prefetch:
             self._over(search, first + event.pages)
             return
         search.pages = pages
-        search.deadline = self.ticks + self.config.fetch_ticks + self.config.page_ticks * pages
+        search.deadline = _NEVER
         self.fetching[operation.op] = search
         self.fetches.append(operation)
         self.counts["hits"] += 1
