@@ -268,6 +268,77 @@ def test_t08_timeouts_open_the_breaker() -> None:
         assert desk.store.breaker.state == "open"
 
 
+def test_t08_answers_of_one_kind_do_not_hide_failures_of_another() -> None:
+    """`exists` answers while every get fails, as when a provider of pages is dead and its index is not: the breaker
+    opens all the same; let through again by an answer, it opens with the next failure. And a store that takes nothing
+    is still read.
+
+    Mutation: `Breaker.success` forgets the failures of all kinds; or puts and gets share one breaker.
+    """
+    with Bad(breaker=Breaker(failures=2, seconds=0.2)) as bad:
+        desk = bad.desk
+        desk.put([1], ["full"])
+        real = bad.backend.get
+        bad.backend.get = lambda items: (_ for _ in ()).throw(OSError("no provider"))
+        for _ in range(2):
+            assert desk.exists([1], ["full"]).run() == 1 and desk.get([1], ["full"]).failed == "error"
+        assert desk.store.breaker.state == "open"
+        time.sleep(0.25)
+        assert desk.exists([1], ["full"]).run() == 1 and desk.store.breaker.state == "closed"
+        assert desk.get([1], ["full"]).failed == "error" and desk.store.breaker.state == "open"
+        bad.backend.get = real
+        time.sleep(0.25)
+        assert desk.get([1], ["full"]).run() == 1 and desk.store.breaker.state == "closed"
+        bad.backend.put = lambda items: (_ for _ in ()).throw(OSError("read-only"))
+        for i in range(2):
+            assert desk.put([10 + i], ["full"]).failed == "error"
+        assert desk.store.put(kit.hashes(1), {"full": [1]}, timeout=1) is None
+        assert desk.get([1], ["full"]).run() == 1 and desk.store.stats()["write_breaker"]["state"] == "open"
+
+
+def test_t08_a_busy_store_is_not_a_dead_one() -> None:
+    """While a backend works on something long, questions overtake reads, short reads take turns with long ones, and
+    what does not get its turn in time says nothing against the store.
+
+    Mutation: `_report` counts jobs that no worker has begun as failures; `_take` finishes one job before the next; or
+    questions wait behind reads.
+    """
+    with Bad(Faults(slow=0.1), breaker=Breaker(failures=1, seconds=60)) as bad:
+        desk = bad.desk
+        bad.backend.part_pages = 1
+        desk.put(range(1, 31), ["full"])
+        many = kit.hashes(*range(1, 31))
+        long = desk.store.get(many, {"full": list(range(1, 31))}, timeout=20)
+        time.sleep(0.03)  # all threads are at it, each for a tenth of a second
+        late = [desk.store.get(kit.hashes(1), {"full": [40]}, timeout=0.01) for _ in range(3)]
+        assert [desk.wait(job).failed for job in late] == ["timeout"] * 3
+        assert desk.store.breaker.state == "closed"
+        asked = desk.store.exists(kit.hashes(1), {"full": [1]}, timeout=20)
+        short = desk.store.get(kit.hashes(2), {"full": [41]}, timeout=20)
+        order = []
+        while len(order) < 3:
+            desk.store.wait(20)
+            order += [done.job for done in desk.store.poll()]
+        assert order == [asked, short, long]
+
+
+def test_t08_only_backups_are_dropped_for_want_of_room() -> None:
+    """A queue full of backups has room for questions and reads.
+
+    Mutation: `_submit` counts all kinds together.
+    """
+    with Bad(Faults(hang=1), queue_pages=4) as bad:
+        store = bad.desk.store
+        jobs = [store.put(kit.hashes(i), {"full": [i]}, timeout=20) for i in range(1, 12)]
+        assert None in jobs and store.stats()["dropped"] > 0
+        dropped = store.stats()["dropped"]
+        wanted = kit.hashes(*range(1, 31))
+        assert store.exists(wanted, {"full": [1] * 30}, timeout=20) is not None
+        assert store.get(wanted, {"full": list(range(1, 31))}, timeout=20) is not None
+        assert store.stats()["dropped"] == dropped
+        bad.backend.release()
+
+
 def test_missing_keys_are_remembered_for_a_short_time() -> None:
     """A key that a get did not find is not asked for again for a while, not even by exists of a store that lies; a put
     or the passing of time makes it worth asking again.
@@ -436,7 +507,7 @@ def test_an_open_breaker_costs_next_to_nothing() -> None:
         for _ in range(3):
             assert bad.desk.store.put(kit.hashes(1), {"full": [1]}, timeout=1) is None
         stats = bad.desk.store.stats()
-        assert stats["refused"] == stats["breaker"]["refused"] == 3
+        assert stats["refused"] == stats["write_breaker"]["refused"] == 3
         bad.desk.store.close(5)
         with pytest.raises(kit.StoreError, match="closed"):
             bad.desk.store.put(kit.hashes(1), {"full": [1]}, timeout=1)

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 
 class Breaker:
-    """Opens after `failures` in a row. After `seconds` one probe is let through: if it succeeds, all is well again.
+    """Opens after `failures` in a row of one kind of call. After `seconds` one probe is let through: if it succeeds,
+    all is well again; but a kind that had failed opens it again with its next failure.
 
     closed --failures in a row--> open --after seconds--> half-open: one probe --ok--> closed
                                    ^-------------------------- failed --------'
@@ -25,7 +26,7 @@ class Breaker:
         self._seconds = seconds
         self._clock = clock
         self._lock = threading.Lock()
-        self._row = 0
+        self._rows: dict[str, int] = {}  # by kind: failures in a row
         self._opened_at: float | None = None
         self._probing = False
         self.opened = self.recovered = self.refused = self.probes = 0
@@ -50,29 +51,34 @@ class Breaker:
             self.probes += 1
             return True
 
-    def success(self) -> bool:
-        """It answered. True if that closes the breaker."""
-        if self._row == 0 and self._opened_at is None:
+    def another(self) -> Breaker:
+        """One of the same kind, for something else."""
+        return Breaker(self._limit, self._seconds, self._clock)
+
+    def success(self, kind: str = "") -> bool:
+        """A call of this kind was answered. True if that closes the breaker."""
+        if not self._rows and self._opened_at is None:
             return False
         with self._lock:
-            self._row = 0
+            self._rows.pop(kind, None)
             closes = self._opened_at is not None and self._probing
             if closes:
                 self._opened_at = None
                 self._probing = False
                 self.recovered += 1
+                self._rows = {other: min(n, self._limit - 1) for other, n in self._rows.items()}
             return closes
 
-    def failure(self) -> bool:
-        """It failed or did not answer in time. True if that opens the breaker."""
+    def failure(self, kind: str = "") -> bool:
+        """A call of this kind failed or was not answered in time. True if that opens the breaker."""
         with self._lock:
-            self._row += 1
+            row = self._rows[kind] = self._rows.get(kind, 0) + 1
             if self._opened_at is not None:
                 if self._probing:
                     self._probing = False
                     self._opened_at = self._clock()
                 return False
-            if self._row < self._limit:
+            if row < self._limit:
                 return False
             self._opened_at = self._clock()
             self.opened += 1

@@ -21,10 +21,11 @@ from numpy.typing import ArrayLike, NDArray
 from .breaker import Breaker, Missing
 from .keys import Fingerprint
 from .protocol import FAILED, MISSING, Backend, JobDone, Kind, Released, StoreError
-from .values import FOREIGN, REASONS, Arena, Item, digests
+from .values import REASONS, Arena, Item, digests
 
 log = logging.getLogger("sapwood.store")
 
+_READS = 16  # questions and reads may wait in queues so many times as long as writes: these can be dropped
 Hashes = Sequence[bytes] | bytes | bytearray | memoryview
 
 
@@ -32,8 +33,8 @@ class _Job:
     """A job under way. Its keys stand in order of pages, all groups of a page together, and are handed out in parts."""
 
     __slots__ = (
-        "answered", "arenas", "asked", "broken", "columns", "deadline", "hashes", "id", "kind", "next", "numbers", "ok",
-        "over", "part", "rows", "running", "why",
+        "answered", "arenas", "asked", "begun", "broken", "columns", "deadline", "hashes", "id", "kind", "next",
+        "numbers", "ok", "over", "part", "rows", "running", "why",
     )  # fmt: skip
 
     def __init__(
@@ -53,6 +54,7 @@ class _Job:
         self.part = 1  # keys in a part
         self.next = 0  # the first key that no worker has taken
         self.running = 0  # parts that workers have
+        self.begun = False  # a worker has had a part of it
         self.over = False  # reported, or about to be: nothing more is begun
         self.answered = 0  # keys the backend had a word for
         self.broken = 0  # keys it failed
@@ -98,21 +100,22 @@ class Store:
         self.fingerprint = fingerprint
         self._shown = shown or type(backend).__name__
         self._queue_pages = queue_pages
-        self.breaker = Breaker() if breaker is None else breaker
+        self.breaker = Breaker() if breaker is None else breaker  # of exists and get
+        self.write_breaker = self.breaker.another()
         self.missing = Missing() if missing is None else missing
         self.on_report = on_report  # called on a worker's thread whenever a part of a job is over
         self._arenas: dict[str, Arena] = {}
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._told = threading.Condition(self._lock)
-        self._reads: deque[_Job] = deque()  # with keys that no worker has taken yet
-        self._writes: deque[_Job] = deque()
+        # By kind, jobs with keys that no worker has taken yet, and how many keys those are.
+        self._queues: dict[Kind, deque[_Job]] = {"exists": deque(), "get": deque(), "put": deque()}
+        self._waiting: dict[Kind, int] = {"exists": 0, "get": 0, "put": 0}
         self._live: dict[int, _Job] = {}  # not reported
         self._late: dict[int, _Job] = {}  # reported, but the backend has not returned
         self._reports: deque[JobDone | Released] = deque()
         self._first_deadline = math.inf  # of those alive, or earlier
         self._jobs = 0
-        self._waiting = 0  # keys in the queues
         self._writing = 0  # workers with a put
         self._closed = False
         self._counts: dict[str, int] = dict.fromkeys(
@@ -197,7 +200,7 @@ class Store:
         with self._lock:
             if not self._closed:
                 self._closed = True
-                for job in [*self._reads, *self._writes]:
+                for job in [job for queue in self._queues.values() for job in queue]:
                     self._give_up(job)
                     if not job.running:
                         self._report(job, "closed")
@@ -214,7 +217,7 @@ class Store:
         with self._lock:
             counts = dict(self._counts)
             now = {
-                "waiting": self._waiting,
+                "waiting": sum(self._waiting.values()),
                 "jobs": len(self._live),
                 "held_jobs": len(self._late),
                 "held_pages": sum(len(job.numbers) for job in self._late.values() if job.kind != "exists"),
@@ -225,6 +228,7 @@ class Store:
             **counts,
             **now,
             "breaker": self.breaker.stats(),
+            "write_breaker": self.write_breaker.stats(),
             "missing": self.missing.stats(),
             "backend": self._backend.stats(),
         }
@@ -232,10 +236,13 @@ class Store:
     # ---- on the caller's thread
 
     def _submit(self, kind: Kind, hashes: Hashes, pages: Mapping[str, ArrayLike], timeout: float) -> int | None:
-        if self.breaker.state == "open" and not self._closed:  # a dead store costs next to nothing
-            self.breaker.refused += 1
-            self._counts["refused"] += 1
-            return None
+        breaker = self._breaker_of(kind)
+        # A dead store costs next to nothing. One that cannot be read is not written to; the other way round it is read.
+        for asked in (breaker, self.breaker) if kind == "put" else (breaker,):
+            if asked.state == "open" and not self._closed:
+                asked.refused += 1
+                self._counts["refused"] += 1
+                return None
         run = digests(hashes)
         n = len(run) // 32
         arenas = []
@@ -260,10 +267,11 @@ class Store:
         with self._lock:
             if self._closed:
                 raise StoreError(f"the store {self._shown} is closed")
-            if self._waiting and self._waiting + keys > self._queue_pages:
+            most = self._queue_pages if kind == "put" else _READS * self._queue_pages
+            if self._waiting[kind] and self._waiting[kind] + keys > most:
                 self._counts["dropped"] += 1
                 return None
-            if keys and not self.breaker.allow():
+            if keys and not breaker.allow():
                 self._counts["refused"] += 1
                 return None
             self._jobs = job.id = self._jobs + 1
@@ -273,10 +281,10 @@ class Store:
                 self._report(job, "")
                 return job.id
             page = max(arena.page_bytes for arena in arenas)
-            most = self._backend.part_bytes // page if kind != "exists" else self._backend.part_pages
-            job.part = max(1, min(self._backend.part_pages, most))
-            (self._writes if kind == "put" else self._reads).append(job)
-            self._waiting += keys
+            fit = self._backend.part_bytes // page if kind != "exists" else self._backend.part_pages
+            job.part = max(1, min(self._backend.part_pages, fit))
+            self._queues[kind].append(job)
+            self._waiting[kind] += keys
             self._first_deadline = min(self._first_deadline, job.deadline)
             self._work.notify(min(len(self._threads), -(-keys // job.part)))
         return job.id
@@ -298,9 +306,9 @@ class Store:
         job.over = True
         left = len(job.numbers) - job.next
         if left:
-            self._waiting -= left
+            self._waiting[job.kind] -= left
             job.next = len(job.numbers)
-            (self._writes if job.kind == "put" else self._reads).remove(job)
+            self._queues[job.kind].remove(job)
 
     def _report(self, job: _Job, failed: str) -> None:
         job.over = True
@@ -310,15 +318,20 @@ class Store:
             self._late[job.id] = job
             self._counts["late"] += 1
         self._counts[failed or "done"] += 1
-        if failed in ("timeout", "error"):
-            if self.breaker.failure():
-                log.warning("store %s is not asked any more for now (%s)", self._shown, job.why or failed)
+        breaker, writes = self._breaker_of(job.kind), job.kind == "put"
+        if failed in ("timeout", "error") and job.begun:
+            if breaker.failure(job.kind):
+                what = "written to" if writes else "asked"
+                log.warning("store %s is not %s any more for now (%s)", self._shown, what, job.why or failed)
         elif job.answered:
-            if self.breaker.success():
-                log.warning("store %s answers again", self._shown)
-        elif job.numbers:
-            self.breaker.unknown()
+            if breaker.success(job.kind):
+                log.warning("store %s %s again", self._shown, "takes pages" if writes else "answers")
+        elif job.numbers:  # it never came to the backend: others were before it
+            breaker.unknown()
         self._tell(done)
+
+    def _breaker_of(self, kind: Kind) -> Breaker:
+        return self.write_breaker if kind == "put" else self.breaker
 
     def _tell(self, report: JobDone | Released) -> None:
         self._reports.append(report)
@@ -357,21 +370,23 @@ class Store:
             self._told.notify_all()
 
     def _take(self) -> tuple[_Job, int, int] | None:
-        """The next part: reads before writes, and one worker is always left for reads."""
-        if self._reads:
-            queue = self._reads
-        elif self._writes and self._writing < max(1, len(self._threads) - 1):
-            queue = self._writes
+        """The next part: questions before reads before writes, and one worker is always left for reads. Jobs of a kind
+        take turns, so that a long one does not keep short ones waiting."""
+        queues = self._queues
+        queue = queues["exists"] or queues["get"]
+        if not queue:
+            if not queues["put"] or self._writing >= max(1, len(self._threads) - 1):
+                return None
+            queue = queues["put"]
             self._writing += 1
-        else:
-            return None
-        job = queue[0]
+        job = queue.popleft()
         low = job.next
         job.next = high = min(low + job.part, len(job.numbers))
         job.running += 1
-        self._waiting -= high - low
-        if high == len(job.numbers):
-            queue.popleft()
+        job.begun = True
+        self._waiting[job.kind] -= high - low
+        if high < len(job.numbers):
+            queue.append(job)
         return job, low, high
 
     def _returned(self, job: _Job, why: str) -> None:
@@ -379,7 +394,7 @@ class Store:
         job.running -= 1
         if job.kind == "put":
             self._writing -= 1
-            if self._writes:
+            if self._queues["put"]:
                 self._work.notify()
         if why:
             job.why = why
@@ -418,9 +433,8 @@ class Store:
                     self._counts[name] += n
                 for _, reason in bad:
                     self._bad[reason] += 1
-        ours = [item.name for item, reason in bad if reason not in FOREIGN]
-        if ours:
-            self._backend.delete(ours)
+        if bad:  # a key names all that a value must fit: what does not is damaged, whatever its header says
+            self._backend.delete([item.name for item, _ in bad])
 
     def _exists(self, job: _Job, places: list[int], items: list[Item], known: Counter[str]) -> None:
         there = self._backend.exists([item.name for item in items])

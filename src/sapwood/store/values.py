@@ -21,7 +21,6 @@ MAGIC = b"SAPWOOD\0"
 VERSION = 1
 HEAD_BYTES = 128
 REASONS = ("short", "magic", "version", "fingerprint", "length", "key", "checksum")
-FOREIGN = frozenset({"magic", "version", "fingerprint"})  # the header says that it is somebody else's: left alone
 
 _ARENA = struct.Struct("<8sHHIQ32s")  # what all pages of a group have in common; then the hash
 _KNOWN = slice(0, _ARENA.size + 32)
