@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import shlex
 import sys
 import time
@@ -24,7 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _replay(args: argparse.Namespace) -> int:
     """A trace through schedulers of several sizes, one line each."""
     try:
-        if args.store_pages and not all(args.host_pages):
+        every = itertools.product(args.device_pages, args.host_pages, args.store_pages)
+        sizes = [(device, host, store) for device, host, store in every if host or not store]
+        if not sizes:
             raise ValueError("--store-pages needs --host-pages, through which pages come")
         asked = read_trace(args.trace, args.limit)
     except (OSError, ValueError) as error:
@@ -37,43 +40,41 @@ def _replay(args: argparse.Namespace) -> int:
         f"{len(asked)} requests of {mean:.0f} tokens in the mean, {blocks} blocks; "
         f"a cache without limits hits {unlimited_rate(asked):.3f} of them\n{_HEAD}\n"
     )
-    for device in args.device_pages:
-        for host in args.host_pages:
-            begin = time.monotonic()
+    for device, host, store in sizes:
+        begin = time.monotonic()
+        what = "+".join(str(pages) for pages in (device, host, store) if pages)
 
-            def watch(done: int, rate: float, device: int = device, host: int = host, begin: float = begin) -> None:
-                bar = ("#" * (30 * done // len(asked))).ljust(30, ".")
-                spent = time.monotonic() - begin
-                _progress(
-                    f"{device}+{host} pages [{bar}] {done}/{len(asked)} requests, hit rate {rate:.3f}, {spent:.0f} s"
-                )
+        def watch(done: int, rate: float, what: str = what, begin: float = begin) -> None:
+            bar = ("#" * (30 * done // len(asked))).ljust(30, ".")
+            spent = time.monotonic() - begin
+            _progress(f"{what} pages [{bar}] {done}/{len(asked)} requests, hit rate {rate:.3f}, {spent:.0f} s")
 
-            done = replay_trace(
-                asked,
-                device,
-                host,
-                args.page_size,
-                args.max_num_batched_tokens,
-                args.max_num_seqs,
-                args.cache_policy,
-                watch=watch,
-                store_pages=args.store_pages,
-            )
-            _progress("")
-            sys.stdout.write(f"{_line(done)}  {time.monotonic() - begin:6.0f}\n")
-            sys.stdout.flush()
+        done = replay_trace(
+            asked,
+            device,
+            host,
+            args.page_size,
+            args.max_num_batched_tokens,
+            args.max_num_seqs,
+            args.cache_policy,
+            watch=watch,
+            store_pages=store,
+        )
+        _progress("")
+        sys.stdout.write(f"{_line(done)}  {time.monotonic() - begin:6.0f}\n")
+        sys.stdout.flush()
     return 0
 
 
 _HEAD = (
-    "  device    host  hit rate  by blocks  from host  from store   computed   again  refused  retracted"
+    "  device    host   store  hit rate  by blocks  from host     fetched   computed   again  refused  retracted"
     "    queue mean/p99 s    first token mean/p99 s   hours   took s"
 )
 
 
 def _line(done: Replayed) -> str:
     return (
-        f"{done.device_pages:8d}{done.host_pages:8d}{done.hit_rate:10.3f}{done.block_rate:11.3f}{done.host_rate:11.3f}"
+        f"{done.device_pages:8d}{done.host_pages:8d}{done.store_pages:8d}{done.hit_rate:10.3f}{done.block_rate:11.3f}{done.host_rate:11.3f}"
         f"{done.store_rate:12.3f}"
         f"{done.computed_tokens:11d}{done.recomputed_tokens:8d}{done.refused:9d}{done.retractions:11d}"
         f"{done.queueing[0]:11.2f} /{done.queueing[1]:8.2f}{done.first_token[0]:15.2f} /{done.first_token[1]:8.2f}"
@@ -156,7 +157,9 @@ def _add_replay(commands: Any) -> None:
     command.add_argument(
         "--host-pages", type=_number(0), nargs="+", default=[0], metavar="N", help="in host memory (default 0)"
     )
-    command.add_argument("--store-pages", type=_number(0), default=0, metavar="N", help="in a store behind it (0)")
+    command.add_argument(
+        "--store-pages", type=_number(0), nargs="+", default=[0], metavar="N", help="in a store behind it (default 0)"
+    )
     command.add_argument("--page-size", "--block-size", type=_number(1), default=16, metavar="N", help="tokens (16)")
     command.add_argument("--max-num-batched-tokens", type=_number(1), default=8192, metavar="N", help="a step (8192)")
     command.add_argument("--max-num-seqs", type=_number(1), default=256, metavar="N", help="live requests (256)")

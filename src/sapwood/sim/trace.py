@@ -110,7 +110,7 @@ class Replayed:
     prompt_tokens: int
     cached_tokens: int
     host_tokens: int  # of those, loaded from host
-    store_tokens: int  # and of those, brought there from the store
+    store_tokens: int  # brought to host from the store; what waits too long for its turn is evicted again unused
     cached_blocks: int
     blocks: int
     computed_tokens: int  # of prompts, the first time
