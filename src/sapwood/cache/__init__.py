@@ -5,7 +5,7 @@ from .events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from .explain import Explanation
 from .facade import HybridPrefixCache
 from .families import Family, register_family
-from .group import CacheGroup, whole_number
+from .group import CacheGroup, validate_groups, whole_number
 from .lease import Binding, Lease, Match, PageCopy, Span
 from .load import Landed
 from .namespace import Namespace
@@ -41,5 +41,6 @@ __all__ = [
     "StoreOperation",
     "register_family",
     "token_bytes",
+    "validate_groups",
     "whole_number",
 ]

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 _MOST = 2**31 - 1
 _INT32 = np.dtype(np.int32)
+_FORMATS = ("i", "<i", "=i", "B", "b", "c")  # of memoryviews: int32, or their bytes
 _least = np.minimum.reduce
 
 
@@ -18,6 +19,8 @@ def token_bytes(tokens: bytes | bytearray | memoryview | npt.NDArray[Any] | Sequ
     if type(tokens) is np.ndarray and tokens.dtype is _INT32 and tokens.ndim == 1 and len(tokens):  # the usual, quickly
         if _least(tokens) >= 0:
             return tokens.tobytes()
+    if isinstance(tokens, memoryview) and (tokens.ndim != 1 or tokens.format not in _FORMATS):
+        raise ValueError(f"tokens as a buffer must be one row of int32 values, got format {tokens.format!r}")
     if isinstance(tokens, (bytes, bytearray, memoryview)):
         raw = bytes(tokens)
         if len(raw) % 4:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sapwood.cache import CacheGroup, whole_number
+from sapwood.cache import CacheGroup, validate_groups, whole_number
 
 from .policy import POLICIES
 
@@ -25,7 +25,7 @@ class SchedulerConfig:
                          Without a group that keeps everything there is no telling, and it is "through"
     policy               who comes in next, by name ("fcfs", "prefix")
     max_tries            how often a request that fails alone is tried before it ends as `failed`
-    max_overtaken        how many later requests may come in before one that has to wait
+    max_overtaken        how many later requests, more urgent ones too, may come in before one that has to wait
     headroom             tokens every running request can still write before a new one comes in
     checkpoint_interval  pages between the snapshots a decoding request leaves, where a group needs them
     store                look in a store for what neither device nor host has; every group needs host pages then
@@ -59,7 +59,11 @@ class SchedulerConfig:
     page_ticks: int = 1
 
     def __post_init__(self) -> None:
+        if isinstance(self.groups, str) or not isinstance(self.groups, Iterable):
+            raise ValueError(f"groups must be a list of CacheGroup, got {self.groups!r:.60}")
         object.__setattr__(self, "groups", tuple(self.groups))
+        validate_groups(self.page_size, tuple(self.groups))
+        whole_number("ghost_bytes", self.ghost_bytes, 0, 1 << 40)
         whole_number("max_batch_tokens", self.max_batch_tokens, 1, _MOST)
         whole_number("max_batch_size", self.max_batch_size, 1, 1 << 20)
         whole_number("max_loras", self.max_loras, 0, 1 << 20)

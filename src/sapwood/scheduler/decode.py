@@ -46,17 +46,15 @@ class Decoding:
         self.requests: list[Request] = []
         self.adapters: dict[bytes, int] = {}  # how many rows each adapter has
         self.crossing: list[dict[Request, None]] = [{} for _ in range(page_size)]
-        self.ending: dict[int, list[Request]] = {}
-        self.waking: dict[int, list[Request]] = {}
+        self.ending: dict[int, dict[Request, None]] = {}
+        self.waking: dict[int, dict[Request, None]] = {}
         self._rows = rows
         self._columns = page_size + 1
         self._fields = np.zeros((4, 0), np.int64)
         self._ring = np.zeros((0, self._columns), np.int32)
         self._ring_bytes = self._ring.reshape(-1).view(np.uint8).data  # the same memory
         self._eos = np.full((0, 0), _NO_TOKEN, np.int32)
-        # for each tick (modulo the ring): the columns of the page before the newest token, in order
-        steps = np.arange(self._columns)
-        self._page_columns = (steps[:, None] + np.arange(-page_size, 0)) % self._columns
+        self._before = np.arange(-page_size, 0)  # the columns of the page before the newest token, from that on
         self._forget()
 
     def _forget(self) -> None:
@@ -145,13 +143,15 @@ class Decoding:
         ring[newest] = token
         self.crossing[(position - tick) % size][request] = None
         generated = position + 1 - request.prompt
-        self.ending.setdefault(tick + request.max_tokens - generated, []).append(request)
+        request.ends = tick + request.max_tokens - generated
+        self.ending.setdefault(request.ends, {})[request] = None
         if request.eos:
             wakes = tick + max(1, request.min_tokens - generated)
             if wakes == tick + 1:
                 self._wake(request)
             else:
-                self.waking.setdefault(wakes, []).append(request)
+                request.wakes = wakes
+                self.waking.setdefault(wakes, {})[request] = None
         if request.adapter is not None:
             self.adapters[request.adapter] = self.adapters.get(request.adapter, 0) + 1
         self._forget()
@@ -163,7 +163,7 @@ class Decoding:
         into = position % size
         ring = self._ring[row]
         newest = self.tick % self._columns
-        tail = ring[self._page_columns[newest, size - into :]] if into else ring[:0]
+        tail = ring[(newest + self._before[size - into :]) % self._columns] if into else ring[:0]
         whole = len(request.tokens) // (4 * size) * 4 * size
         request.tokens = b"".join(
             [request.tokens[:whole], *request.pages, tail.tobytes(), ring[newest : newest + 1].tobytes()]
@@ -177,6 +177,10 @@ class Decoding:
     def _drop(self, request: Request, position: int) -> None:
         row, last = request.row, self.count - 1
         del self.crossing[(position - self.tick) % self.page_size][request]
+        self._unforesee(self.ending, request.ends, request)
+        if request.wakes:
+            self._unforesee(self.waking, request.wakes, request)
+            request.wakes = 0
         if request.adapter is not None:
             self.adapters[request.adapter] -= 1
             if not self.adapters[request.adapter]:
@@ -195,6 +199,15 @@ class Decoding:
         request.row, request.pages = -1, []
         request.has_decoded_to(position)
         self._forget()
+
+    @staticmethod
+    def _unforesee(foreseen: dict[int, dict[Request, None]], tick: int, request: Request) -> None:
+        """What was to happen to it will not: nothing keeps a request that is over."""
+        there = foreseen.get(tick)
+        if there is not None:
+            there.pop(request, None)
+            if not there:
+                del foreseen[tick]
 
     def _make_room(self) -> None:
         rows = min(self._rows, max(64, 2 * len(self._ring)))
@@ -232,7 +245,7 @@ class Decoding:
                 pages.append(row[cut + 4 :] + row[:cut])
             return pages
         places = np.array([request.row for request in requests])
-        raw = self._ring[places[:, None], self._page_columns[newest]].tobytes()
+        raw = self._ring[places[:, None], (newest + self._before) % self._columns].tobytes()
         return [raw[at : at + size] for at in range(0, len(raw), size)]
 
     def stopped(self) -> list[Request]:

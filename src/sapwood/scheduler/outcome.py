@@ -176,14 +176,16 @@ class Outcome:
         for request in [book.owners[lease] for lease in fallen if lease in book.owners]:
             if request.phase is LOADING:  # the pages before those it waits for are gone
                 book.retract(request)
-            elif request not in rows:  # it had adopted what this step promised, and then sat out
+            elif request not in rows:  # it had adopted what this step promised, and was not in the step
+                if request.phase is DECODING:
+                    book.sit_out(request)
                 self._fall(request)
         if planner.retries:
             planner.tried(flight.rows())
         if len(rows) == 1:
             alone = len(flight.decodes) + len(flight.chunks) == 1
             if alone and rows[0].tries >= self.config.max_tries:
-                book.end(rows[0], "failed", event.reason[:1000])
+                book.end(rows[0], "failed", str(event.reason)[:1000])
             else:
                 planner.retries.insert(0, rows)
         elif rows:

@@ -29,7 +29,8 @@ class Chunk(NamedTuple):
 
 @dataclass(slots=True)
 class Batch:
-    """Rows, by arrays. `tokens` are those of all rows, one row after the other.
+    """Rows, by arrays. `tokens` are those of all rows, one row after the other. Read them, do not change them: plans
+    share what stays the same.
 
     cached      prompt tokens whose K/V this request did not compute
     samples     this row yields a token

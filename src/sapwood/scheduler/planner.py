@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 from heapq import merge
+from itertools import chain
 
 from sapwood.cache import Keep, Lease, Match, PageCopy
 
@@ -166,7 +167,7 @@ class Planner:
         free = self.config.max_batch_size - book.live
         coming: Iterable[Request] = ()
         if admitting and free > 0 and book.waiting.items:
-            coming = self.policy.order(book.waiting.items.copy(), self.config.max_overtaken, self._peek)
+            coming = self._order(book.waiting.items)
         self.room: tuple[int, tuple[int, ...]] | None = None
         self.looks = _LOOKS
         admitted: list[Request] = []
@@ -191,6 +192,14 @@ class Planner:
             self._take_part(request, chunks)
         if admitted:
             self._age(admitted)
+
+    def _order(self, waiting: list[Request]) -> Iterable[Request]:
+        """Who is tried first: those overtaken too often, whatever their urgency; then as the policy says."""
+        most = self.config.max_overtaken
+        overdue = [request for request in waiting if request.overtaken >= most]
+        rest = [request for request in waiting if request.overtaken < most] if overdue else waiting.copy()
+        ordered = self.policy.order(rest, most, self._peek)
+        return chain(overdue, ordered) if overdue else ordered
 
     def _take_part(self, request: Request, chunks: list[Chunk]) -> None:
         if self.budget <= 0 or not self.gate.lets_in(request.adapter):
@@ -314,11 +323,7 @@ class Planner:
 
     def _age(self, admitted: list[Request]) -> None:
         """Whoever came before one of these, and still waits, has been overtaken."""
-        waiting = self.book.waiting.items
-        if not waiting:
-            return
-        keys = sorted([request.key for request in admitted])
-        for request in waiting:
-            if request.key > keys[-1]:
-                break
-            request.overtaken += len(keys) - bisect_left(keys, request.key)
+        arrivals = sorted([request.arrival for request in admitted])
+        for request in self.book.waiting.items:
+            if request.arrival < arrivals[-1]:
+                request.overtaken += len(arrivals) - bisect_left(arrivals, request.arrival)

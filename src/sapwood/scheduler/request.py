@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -81,6 +81,7 @@ class Request:
         "cached",
         "column",
         "computed",
+        "ends",
         "eos",
         "final",
         "host",
@@ -108,6 +109,7 @@ class Request:
         "tried",
         "tried_at",
         "tries",
+        "wakes",
         "writes",
     )
 
@@ -133,6 +135,8 @@ class Request:
         self.lead = 0  # while it decodes: its position, less the decode steps done so far
         self.row = -1  # its place in the arrays while it decodes
         self.column = 0  # the next page it will need while it decodes
+        self.ends = 0  # while it decodes: the step that brings its last token
+        self.wakes = 0  # and from which its eos tokens count, if they do not yet
         self.pages: list[bytes] = []  # whole pages of tokens since it began to decode
         self.position = 0  # tokens computed
         self.cached = 0
@@ -217,6 +221,15 @@ def _check_numbers(spec: RequestSpec) -> None:
             raise ValueError(f"{name} must be True or False, got {getattr(spec, name)!r:.60}")
 
 
+def _check_eos(eos: object) -> None:
+    if isinstance(eos, (str, bytes)) or not isinstance(eos, Collection):
+        raise ValueError(f"eos must be a list of tokens, got {eos!r:.60}")
+    if len(eos) > _MOST_EOS:
+        raise ValueError(f"eos must be at most {_MOST_EOS} tokens, got {len(eos)}")
+    for token in eos:
+        whole_number("a token of eos", token, 0, _MOST)
+
+
 def checked(spec: RequestSpec, cache: HybridPrefixCache) -> bytes:
     """The tokens of a spec that is right in itself, as bytes of int32; else Refused, with the reason."""
     if not isinstance(spec, RequestSpec):
@@ -228,11 +241,8 @@ def checked(spec: RequestSpec, cache: HybridPrefixCache) -> bytes:
         _check_numbers(spec)
         if not isinstance(spec.namespace, Namespace):
             raise ValueError(f"namespace must be a Namespace, got {spec.namespace!r:.60}")
-        if len(spec.eos):
-            if isinstance(spec.eos, (str, bytes)) or len(spec.eos) > _MOST_EOS:
-                raise ValueError(f"eos must be at most {_MOST_EOS} tokens, got {spec.eos!r:.60}")
-            for token in spec.eos:
-                whole_number("a token of eos", token, 0, _MOST)
+        if spec.eos != ():
+            _check_eos(spec.eos)
     except (ValueError, TypeError) as error:
         raise Refused(spec.id, str(error)) from None
     length = len(tokens) // 4
