@@ -238,7 +238,7 @@ def test_one_spec_is_not_a_list():
         ("events", "yes", "events must be True or False"),
         ("prefix_caching", 0, "prefix_caching must be True or False"),
         ("host_policy", "back", 'host_policy must be "through" or "evict"'),
-        ("policy", "lifo", "policy must be one of fcfs, prefix"),
+        ("policy", "lifo", "policy must be one of fcfs.*prefix"),
     ],
 )
 def test_a_wrong_configuration_says_what_is_wrong(field, value, says):
@@ -258,15 +258,17 @@ def test_a_wrong_configuration_says_what_is_wrong(field, value, says):
         (16, [], "group"),
         (16, [full(), full()], "full"),
         (16, [CacheGroup("w", "window", 3, 0, 32)], "w"),
+        (16, None, "groups must be a list of CacheGroup"),
+        (16, ["full"], "groups must hold CacheGroup objects"),
     ],
 )
-def test_wrong_groups_are_refused_when_the_scheduler_is_made(page, groups, says):
-    """What makes no sense to the cache is a ValueError no later than `Scheduler(config)`.
+def test_wrong_groups_are_refused_when_the_configuration_is_made(page, groups, says):
+    """What makes no sense to the cache is a ValueError right when the configuration is made.
 
-    Mutation: `Book` makes its cache when the first request comes.
+    Mutation: `__post_init__` leaves the groups to the cache.
     """
     with pytest.raises(ValueError, match=says):
-        Scheduler(SchedulerConfig(page, groups, 64, 4))
+        SchedulerConfig(page, groups, 64, 4)
 
 
 def test_the_configuration_is_frozen():

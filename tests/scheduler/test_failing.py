@@ -7,7 +7,7 @@ import pytest
 from sapwood.cache import CacheGroup
 from sapwood.scheduler import Abort, Finish, RequestSpec, StepFailed
 
-from .driver import BASE, LAYOUTS, Run, answer, each_layout, full, groups_of, has_state, toks
+from .driver import BASE, LAYOUTS, Run, adapter, answer, each_layout, full, groups_of, has_state, toks, window
 
 
 def poisoned(run: Run, *bad: str) -> list[list[str]]:
@@ -381,3 +381,43 @@ def test_a_failure_that_comes_twice():
     with pytest.raises(ValueError, match="no step runs"):
         run.tell(StepFailed(step, "again"))
     run.idle().right_answers()
+
+
+def test_p09_a_decode_row_that_was_not_in_the_step_falls_back_too():
+    """Decodes wait while a prompt of their namespace fills window pages they have lost; the namespace is evicted while
+    that step runs, and the step fails. The row that was not in it goes back as well, and reads only what is there.
+
+    Mutation: `Outcome.failed` does not take such a row out of the decodes before it falls.
+    """
+    run = Run(full(60), window(1, 3), page=4, mixed=False, max_tries=5)
+    space, prompt = adapter("a"), toks(1, 13)
+    run.submit("ann", prompt, 40, namespace=space)
+    for _ in range(4):
+        run.plan()
+        run.done()
+    run.submit("eve", toks(9, 8), 1)
+    while "eve" not in run.ended:
+        run.plan()
+        run.done()
+    assert run.cache.explain(space, prompt[:8]).reason == "window_gone"
+    run.submit("ben", prompt[:8], 3, namespace=space)
+    assert run.plan().batch.ids == ["ben"]
+    run.scheduler.evict_namespace(space)
+    run.fail()
+    run.idle().right_answers()
+    assert run.ended["ann"].generated == 40 and run.ended["ann"].recomputed > 0
+    run.all_free()
+
+
+def test_s08_a_reason_of_any_kind_is_told():
+    """Whatever an engine gives as the reason of a failure, the request ends with it, in words.
+
+    Mutation: `Outcome.failed` takes the reason for a string.
+    """
+    run = Run(full(), max_tries=1)
+    run.submit("ann", toks(1, 30), 4)
+    step = run.plan().step
+    run.executor.fail("")
+    (end,) = run.tell(StepFailed(step, RuntimeError("out of memory")))  # type: ignore[arg-type]
+    assert (end.reason, end.detail) == ("failed", "out of memory")
+    run.all_free()

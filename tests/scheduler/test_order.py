@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from sapwood.scheduler import RequestSpec, register_policy
+from sapwood.scheduler import Abort, RequestSpec, register_policy
 
 from .driver import Run, each_layout, each_page, full, groups_of, has_state, toks, wide
 
@@ -408,3 +408,40 @@ def test_random_crowds_come_to_an_end(layout):
                 run.step()
     run.idle().right_answers()
     assert len(run.ended) == 20 and (has_state(layout) or run.computed() > 0)
+
+
+def test_s03_the_less_urgent_do_not_starve():
+    """A steady stream of urgent requests: after `max_overtaken` of them have come in before it, one that is less urgent
+    gets its turn.
+
+    Mutation: `Planner._age` counts only those of the same urgency; or nobody looks first at who is overdue.
+    """
+    run = Run(full(), batch=2, max_overtaken=10)
+    run.submit("patient", toks(1, 20), 2, priority=5)
+    for at in range(40):
+        run.submit(f"urgent {at}", toks(10 + at, 20), 2)
+    overtaken = []
+    while "patient" not in run.ended:
+        run.plan()
+        overtaken += [end.id for end in run.done()]
+    assert 10 <= len([id for id in overtaken if id != "patient"]) <= 14
+    run.idle().right_answers()
+
+
+def test_nothing_keeps_a_request_that_is_over():
+    """Requests that stop long before they have used their tokens are forgotten at once, prompts and all.
+
+    Mutation: `Decoding._drop` leaves what was foreseen.
+    """
+    run = Run(full(1400))
+    for at in range(4):
+        run.submit(f"r{at}", toks(at, 20), 5000, eos=[96], min_tokens=3000)
+    for _ in range(5):
+        run.plan()
+        run.done()
+    decoding = run.scheduler._book.decoding
+    assert decoding.ending and decoding.waking
+    run.tell(*(Abort(f"r{at}") for at in range(4)))
+    assert not decoding.ending and not decoding.waking
+    run.idle()
+    run.all_free()

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
 import numpy.typing as npt
 
 from sapwood.cache import Binding, HybridPrefixCache, Lease, Namespace, token_bytes, whole_number
@@ -226,7 +227,7 @@ def _check_eos(eos: object) -> None:
         raise ValueError(f"eos must be a list of tokens, got {eos!r:.60}")
     if len(eos) > _MOST_EOS:
         raise ValueError(f"eos must be at most {_MOST_EOS} tokens, got {len(eos)}")
-    for token in eos:
+    for token in eos.tolist() if isinstance(eos, np.ndarray) else eos:
         whole_number("a token of eos", token, 0, _MOST)
 
 
@@ -241,7 +242,7 @@ def checked(spec: RequestSpec, cache: HybridPrefixCache) -> bytes:
         _check_numbers(spec)
         if not isinstance(spec.namespace, Namespace):
             raise ValueError(f"namespace must be a Namespace, got {spec.namespace!r:.60}")
-        if spec.eos != ():
+        if type(spec.eos) is not tuple or spec.eos:
             _check_eos(spec.eos)
     except (ValueError, TypeError) as error:
         raise Refused(spec.id, str(error)) from None
