@@ -2,8 +2,8 @@
 
     1. relief      who could not grow in the last plan gets room, at the cost of the least urgent
     2. decodes     every decode row gets the page it needs, or sits out
-    3. chunks      requests that hold memory and have tokens to compute, and those that wait, in one order of urgency
-                   and arrival: each takes what is left of the token budget
+    3. chunks      by urgency, and within it: requests that hold memory and have tokens to compute, then those that
+                   wait, each in order of arrival; each takes what is left of the token budget
 
 With `mixed=False` chunks come first, and decodes only if there are none.
 """
