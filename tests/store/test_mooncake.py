@@ -36,7 +36,7 @@ def test_t08_provider_and_master_die(own: kit.Mooncake) -> None:
 
     Mutation: negative codes are taken for sizes; the store trusts what exists says.
     """
-    with kit.Desk(own.uri, breaker=Breaker(failures=2, seconds=1)) as desk:
+    with kit.Desk(own.uri, breaker=Breaker(failures=3, seconds=1)) as desk:
         assert desk.put(range(10)).run() == 10 and desk.get(range(10)).run() == 10
         own.provider.kill()
         assert desk.get(range(10)).run() == 0
