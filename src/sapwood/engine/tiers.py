@@ -16,7 +16,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -51,7 +51,7 @@ class _Job(NamedTuple):
     """What a job of the store is for."""
 
     kind: StoreKind
-    operations: Sequence[Any]  # several lookups, or one fetch or backup
+    operations: Sequence[Any]  # several lookups or backups, or one fetch
     deadline: float
 
 
@@ -89,7 +89,7 @@ class Tiers:
         self._switch = 0.0  # how long threads could keep the interpreter before
         self._moves: dict[int, Kind] = {}
         self._jobs: dict[int, _Job] = {}
-        self._held: dict[int, Event] = {}  # by job: told when the backend has returned
+        self._held: dict[int, list[Event]] = {}  # by job: told when the backend has returned
         self._ready: list[Event] = []  # for the next poll
         self._signal = threading.Event()
         self._woken = False
@@ -121,9 +121,8 @@ class Tiers:
             self._counts["fetches"] += 1
             ticks = self._config.fetch_ticks + self._config.page_ticks * len(fetch.hashes)
             self._ask("fetch", [fetch], fetch.hashes, fetch.pages, _PROMPTLY * ticks * self._tick)
-        for backup in plan.backups:
-            self._counts["backups"] += 1
-            self._ask("backup", [backup], backup.hashes, backup.pages, timeout_for(self._bytes_of(backup)))
+        if plan.backups:
+            self._back_up(plan.backups)
 
     def poll(self) -> list[Event]:
         """What became known since the last call, and the ticks that have passed. Never waits."""
@@ -207,7 +206,7 @@ class Tiers:
             "pages_fetched": self._pages["fetched"],
             "pages_backed_up": self._pages["backed_up"],
             "under_way": len(self._moves) + len(self._jobs) + len(self._held),
-            "held": len(self._held),
+            "held": sum(len(events) for events in self._held.values()),
             "mover": self._mover.stats() if self._mover is not None else {},
             "store": self._store.stats() if self._store is not None else {},
         }
@@ -218,15 +217,24 @@ class Tiers:
         """The lookups of a plan, many to a job: a burst of requests costs not much more than one."""
         self._counts["lookups"] += len(lookups)
         patience = _PROMPTLY * self._config.lookup_ticks * self._tick
-        at = 0
-        while at < len(lookups):
-            first = at
-            hashes: list[bytes] = []
-            while at < len(lookups) and len(hashes) < _KEYS:
-                hashes += lookups[at].hashes
-                at += 1
+        for some, hashes in _together(lookups):
             ones = np.ones(len(hashes), np.bool_)
-            self._ask("lookup", lookups[first:at], hashes, dict.fromkeys(self._page_bytes, ones), patience)
+            self._ask("lookup", some, hashes, dict.fromkeys(self._page_bytes, ones), patience)
+
+    def _back_up(self, backups: Sequence[StoreOperation]) -> None:
+        self._counts["backups"] += len(backups)
+        for some, hashes in _together(backups):
+            pages = {}
+            for name in self._page_bytes:
+                none = np.zeros(0, np.int32)
+                parts = [one.pages.get(name, none) for one in some]
+                if any(len(part) for part in parts):
+                    filled = [
+                        part if len(part) else np.zeros(len(one.hashes), np.int32)
+                        for part, one in zip(parts, some, strict=True)
+                    ]
+                    pages[name] = np.concatenate(filled)
+            self._ask("backup", some, hashes, pages, timeout_for(sum(self._bytes_of(one) for one in some)))
 
     def _ask(
         self, kind: StoreKind, operations: Sequence[Any], hashes: list[bytes], pages: dict[str, Any], timeout: float
@@ -257,15 +265,13 @@ class Tiers:
         if (self._jobs or self._held) and self._store is not None:
             for report in self._store.poll():
                 if isinstance(report, Released):
-                    held = self._held.pop(report.job, None)
-                    if held is not None:
-                        self._tell(held)
+                    for event in self._held.pop(report.job, ()):
+                        self._tell(event)
                 elif report.job in self._jobs:
                     self._over(report)
 
     def _over(self, done: JobDone) -> None:
         kind, operations, _ = self._jobs.pop(done.job)
-        event: Event
         if kind == "lookup":  # it has no memory to hold
             begin = 0
             for lookup in operations:
@@ -274,16 +280,23 @@ class Tiers:
                 self._tell(LookupDone(lookup.op, self._cache.servable_run(lookup.start_page, there)))
                 begin = end
             return
-        op, run = operations[0].op, done.run()
+        events: list[Event] = []
         if kind == "fetch":
-            event = FetchDone(op, run > 0, run)
+            run = done.run()
+            events.append(FetchDone(operations[0].op, run > 0, run))
             self._pages["fetched"] += run
         else:
-            event = BackupDone(op, all(bool((done.ok[name] | ~asked).all()) for name, asked in done.asked.items()))
-            self._pages["backed_up"] += run
+            begin = 0
+            for backup in operations:
+                part = slice(begin, begin + len(backup.hashes))
+                begin = part.stop
+                lost = [(asked[part] & ~done.ok[name][part]).any() for name, asked in done.asked.items()]
+                events.append(BackupDone(backup.op, not any(lost)))
+                self._pages["backed_up"] += 0 if any(lost) else len(backup.hashes)
         if done.held:
-            self._held[done.job] = event
-        else:
+            self._held[done.job] = events
+            return
+        for event in events:
             self._tell(event)
 
     def _tell(self, event: Event) -> None:
@@ -297,6 +310,18 @@ class Tiers:
         if not self._jobs:
             return math.inf
         return max(_PEEK, min(job.deadline for job in self._jobs.values()) - time.monotonic() + _PEEK)
+
+
+def _together(operations: Sequence[Any]) -> Iterator[tuple[Sequence[Any], list[bytes]]]:
+    """Operations in parts for one job each, and the hashes of all their pages."""
+    at = 0
+    while at < len(operations):
+        first = at
+        hashes: list[bytes] = []
+        while at < len(operations) and len(hashes) < _KEYS:
+            hashes += operations[at].hashes
+            at += 1
+        yield operations[first:at], hashes
 
 
 def _nothing(kind: StoreKind, op: int) -> Event:
