@@ -224,16 +224,10 @@ class Tiers:
     def _back_up(self, backups: Sequence[StoreOperation]) -> None:
         self._counts["backups"] += len(backups)
         for some, hashes in _together(backups):
-            pages = {}
-            for name in self._page_bytes:
-                none = np.zeros(0, np.int32)
-                parts = [one.pages.get(name, none) for one in some]
-                if any(len(part) for part in parts):
-                    filled = [
-                        part if len(part) else np.zeros(len(one.hashes), np.int32)
-                        for part, one in zip(parts, some, strict=True)
-                    ]
-                    pages[name] = np.concatenate(filled)
+            pages = {
+                name: np.concatenate([one.pages.get(name, np.zeros(len(one.hashes), np.int32)) for one in some])
+                for name in self._page_bytes
+            }
             self._ask("backup", some, hashes, pages, timeout_for(sum(self._bytes_of(one) for one in some)))
 
     def _ask(

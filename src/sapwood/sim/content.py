@@ -401,13 +401,17 @@ class ContentDouble:
         """A fetch or a backup begins. Until it is over nobody may touch its host pages."""
         before = {}
         for name, pages in operation.pages.items():
-            host = self.memory[name, "host"]
-            if len(pages) != len(operation.hashes):
-                raise ContentError(f"{kind} {operation.op}: {name}: {len(pages)} pages, {len(operation.hashes)} hashes")
-            if kind == "backup":
-                self._settled(operation, name, host, pages[pages != 0])
-            before[name] = host.values[pages].copy()
+            before[name] = self._host_of(kind, operation, name, pages).values[pages].copy()
         self.exchanges[operation.op] = (kind, operation, before)
+
+    def _host_of(self, kind: str, operation: StoreOperation, name: str, pages: npt.NDArray[np.int32]) -> Memory:
+        """The host memory of a group, for an exchange that begins: a page a hash, and backups take what is settled."""
+        host = self.memory[name, "host"]
+        if len(pages) != len(operation.hashes):
+            raise ContentError(f"{kind} {operation.op}: {name}: {len(pages)} pages, {len(operation.hashes)} hashes")
+        if kind == "backup":
+            self._settled(operation, name, host, pages[pages != 0])
+        return host
 
     def backed_up(self, op: int, ok: bool) -> None:
         """A backup is over: the depot has what host has, unless it failed; then it may have some of it."""

@@ -69,11 +69,8 @@ class WitnessDouble(ContentDouble):
     def exchange(self, kind: str, operation: StoreOperation) -> None:
         before = {}
         for name, pages in operation.pages.items():
-            host = self.memory[name, "host"]
-            if len(pages) != len(operation.hashes):
-                raise ContentError(f"{kind} {operation.op}: {name}: {len(pages)} pages, {len(operation.hashes)} hashes")
+            host = self._host_of(kind, operation, name, pages)
             if kind == "backup":
-                self._settled(operation, name, host, pages[pages != 0])
                 before[name] = host.rows[pages].copy()
                 for at in pages.nonzero()[0].tolist():
                     if not self.depot.put(name, operation.hashes[at], before[name][at], 0):
