@@ -28,8 +28,9 @@ from sapwood.scheduler import (
     Tick,
 )
 from sapwood.store import Breaker, Faults, Fingerprint, GroupLayout, open_store
+from sapwood.store.protocol import Kept
 
-from .machine import HYBRID, PAGE, PROMPT, Machine, toks
+from .machine import BASE, HYBRID, PAGE, PROMPT, Machine, toks
 
 
 def fetching(tmp_path, **more) -> Machine:
@@ -140,6 +141,41 @@ def test_t02_lookups_of_one_plan_share_a_job_and_have_answers_of_their_own(tmp_p
         machine.see_to(*(f"r{at}" for at in range(4)))
         assert [machine.ended[f"r{at}"].cached for at in range(4)] == [0, 0, 24, 0]
         machine.close()
+
+
+def test_t16_backups_of_one_plan_share_a_job_and_have_answers_of_their_own(tmp_path):
+    """Two requests are saved and backed up with one plan, and the store keeps only half of the first: one job, and each
+    backup is told of by itself.
+
+    Mutation: `Tiers._over` looks at the whole job for every backup, or at the wrong slice.
+    """
+    machine = Machine("full", f"memory://{tmp_path}")
+    machine.mover.stuck = True
+    prompts = {"ann": toks(41, 6 * PAGE + 1), "ben": toks(42, 3 * PAGE + 1)}
+    for id, prompt in prompts.items():
+        machine.submit(id, prompt, reads_cache=False)
+    machine.until(lambda: len(machine.ended) == 2)
+    refused = set(machine.cache.page_hashes(BASE, prompts["ann"])[3:])
+    put = machine.backend.inner.put
+
+    def picky(items):
+        for kept in put([item for item in items if item.hash not in refused]):
+            yield kept._replace(at=[i for i, item in enumerate(items) if item.hash not in refused][kept.at])
+        for i, item in enumerate(items):
+            if item.hash in refused:
+                yield Kept(i, "full")
+
+    machine.backend.inner.put = picky
+    machine.mover.stuck = False
+    events, backups = [], []
+    while not any(isinstance(event, BackupDone) for event in events):
+        step = machine.step()
+        events += step.events
+        backups += step.plan.backups
+    assert sorted(len(backup.hashes) for backup in backups) == [3, 6] and machine.store.stats()["submitted"] == 1
+    told = {event.op: event.ok for event in events if isinstance(event, BackupDone)}
+    assert told == {backup.op: len(backup.hashes) == 3 for backup in backups}
+    machine.close()
 
 
 def test_t08_the_scheduler_learns_whether_the_store_answers(tmp_path):
