@@ -222,9 +222,11 @@ class HybridPrefixCache:
         """One more page for each lease in every group of pages: by group, the new ids as bytes of int32. None if there
         is no room, with nothing changed."""
         known = self._leases
+        tables = []
         for lease in leases:
             if lease not in known or lease.waits:
                 self._seated(lease)
+            tables.append(lease.tables)
         tree = self._tree
         n = len(leases)
         if not self._room.made(DEVICE, dict.fromkeys(tree.paged, n)):
@@ -233,8 +235,8 @@ class HybridPrefixCache:
         for g in tree.paged:
             raw = grown[self.groups[g].name] = tree.pools[DEVICE][g].take(n, LEASE)
             at = 0
-            for lease in leases:
-                lease.tables[g] += raw[at : at + 4]
+            for table in tables:
+                table[g] += raw[at : at + 4]
                 at += 4
         return grown
 
@@ -266,11 +268,11 @@ class HybridPrefixCache:
 
     def write_from(self, lease: Lease, start: int) -> dict[str, int]:
         """By group: the first position whose K/V a row beginning at `start` may write. Ask before `publish`."""
-        size, slots = self.page_size, self._tree.slots
+        size, slots, upto = self.page_size, self._tree.slots, lease.upto
         begin = {}
-        for g, group in enumerate(self.groups):
-            there = 0 if g in slots else lease.upto[g] * size
-            begin[group.name] = there if there > start else start
+        for name, g in self._index.items():
+            there = upto[g] * size
+            begin[name] = there if there > start and g not in slots else start
         return begin
 
     def slide(self, lease: Lease, position: int) -> list[tuple[str, int, int]]:
@@ -307,15 +309,17 @@ class HybridPrefixCache:
 
     def publish_rows(self, leases: Sequence[Lease], pages: Sequence[bytes]) -> None:
         """Each lease has computed one more page, real already: hand it to the tree. `pages` are their tokens."""
-        size, known, paged = self._tree.page_bytes, self._leases, self._tree.paged
+        size = self._tree.page_bytes
         if len(pages) != len(leases):
             raise ValueError(f"pages must be one page of tokens a lease, got {len(pages)} for {len(leases)} leases")
-        for lease, page in zip(leases, pages, strict=True):
-            if lease not in known:
+        if set(map(len, pages)) - {size}:
+            wrong = next(len(page) for page in pages if len(page) != size)
+            raise ValueError(f"pages must be of {size} bytes each, got one of {wrong}")
+        if not all(map(self._leases.__contains__, leases)):
+            for lease in leases:
                 self._live(lease)
-            if len(page) != size:
-                raise ValueError(f"pages must be of {size} bytes each, got one of {len(page)}")
-            for g in paged:
+        for g in self._tree.paged:
+            for lease in leases:
                 if len(lease.tables[g]) <= 4 * lease.depth:
                     self._has_pages(lease, lease.depth + 1)
         for lease, duplicates in self._publisher.publish_rows(leases, pages):
@@ -364,15 +368,15 @@ class HybridPrefixCache:
             if rest:
                 raise ValueError(f"fill must be whole pages of {self._tree.page_bytes} bytes, got {len(fill)} bytes")
             self._has_pages(lease, lease.depth + pages)
-        publisher = self._publisher
+        tree, publisher = self._tree, self._publisher
         offered = len(publisher.real)
-        if lease.writes and not lease.detached and self._steps.in_flight(reading) is None:
+        if (pages or tree.slots) and lease.writes and not lease.detached and self._steps.in_flight(reading) is None:
             if pages:
                 publisher.publish(lease, fill, lease.depth, lease.depth + pages, None, 0)
-            if self._tree.slots:
+            if tree.slots:
                 self._snapshots.publish_state(lease, computed)
         del self._leases[lease]
-        span = publisher.leftover(lease, offered)
+        span = publisher.leftover(lease, offered) if tree.has_host else None
         self._steps.end(lease, reading)
         return span
 

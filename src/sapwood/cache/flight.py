@@ -45,8 +45,8 @@ class Promise:
         self.fills = fills
         self.duplicates = duplicates
         self.low = first  # the first page that is promised here in any group
-        for fill in fills:
-            self.low = min(self.low, fill.where[0][0])
+        if fills:
+            self.low = min(first, *(fill.where[0][0] for fill in fills))
 
     def covers(self, g: int, column: int, closed: bool) -> bool:
         if closed:
@@ -89,7 +89,8 @@ def mark(tree: Tree, promise: Promise) -> None:
 
 def unmark(tree: Tree, promise: Promise) -> None:
     node = promise.node
-    if promise.low >= node.start and node.promised == [promise]:
+    promised = node.promised
+    if promise.low >= node.start and promised is not None and len(promised) == 1 and promised[0] is promise:
         node.promised = None
         return
     for at, _, _ in tree.cover(node, promise.low, promise.last):

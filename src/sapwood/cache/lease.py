@@ -11,6 +11,7 @@ The pages of one group along a lease's path, by column:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from .node import Node, Root
     from .transfer import Transfer
     from .tree import Tree
+
+_NOTHING: Mapping[int, list[tuple[int, int]]] = {}
 
 
 class Binding:
@@ -150,7 +153,7 @@ class Lease:
         self.own: dict[tuple[int, int], int] = {}
         self.deps: list[tuple[int, int]] = []  # (step, first page that only this step makes real)
         self.waits: list[Transfer] = []
-        self.wanted: dict[int, list[tuple[int, int]]] = {}  # while loading: columns to read once they have come
+        self.wanted: Mapping[int, list[tuple[int, int]]] = _NOTHING  # while loading: columns to read once they are here
         self.boundary = 0  # pages it began with
         self.seed: dict[int, int] = {}  # slot group -> snapshot to start from, read until it has been copied
         self.seed_node: Node | None = None

@@ -59,6 +59,7 @@ class PagePool:
     __slots__ = (
         "_low",
         "_owner",
+        "_places",
         "_reads",
         "_scratch",
         "_stack",
@@ -84,6 +85,7 @@ class PagePool:
         self._owner = np.frombuffer(self.owner, np.uint8)
         self._stack = np.arange(1, capacity + 1, dtype=np.int32)  # free from `_low` on; grows towards the front
         self._stack_bytes = self._stack.view(np.uint8).data  # the same memory
+        self._places = self._stack_bytes.cast("i")  # and again
         self._low = 0
         self._scratch: npt.NDArray[np.int32] | None = None
         self.counts = [capacity, 0, 0, 0, 0]
@@ -132,7 +134,7 @@ class PagePool:
         low = self._low
         if low >= self.capacity:
             raise PoolError(f"{self.name}: a page asked for, none of {self.capacity} is free")
-        page = int(self._stack[low])
+        page = self._places[low]
         self._low = low + 1
         self.owner[page] = owner
         self.counts[FREE] -= 1
@@ -148,9 +150,9 @@ class PagePool:
     def give(self, raw: bytes | bytearray, owner: int) -> None:
         """`release`, as bytes."""
         n = len(raw) // 4
-        if n < 2:
-            if n:
-                self.release_one(int.from_bytes(raw, "little", signed=True), owner)
+        if n == 1:
+            return self.release_one(_FIRST(raw)[0], owner)
+        if not n:
             return
         self._hand(raw, n, owner, FREE)
         low = self._low
@@ -163,9 +165,13 @@ class PagePool:
 
     def release_one(self, page: int, owner: int) -> None:
         """`release` for a single page."""
-        self.move_one(page, owner, FREE)
-        self._low -= 1
-        self._stack[self._low] = page
+        if not 0 < page <= self.capacity or self.owner[page] != owner:
+            self._complain(page, owner)
+        self.owner[page] = FREE
+        self.counts[owner] -= 1
+        self.counts[FREE] += 1
+        low = self._low = self._low - 1
+        self._places[low] = page
         if self.watch is not None:
             self.watch("freed", np.array([page], np.int32))
 

@@ -50,19 +50,18 @@ class Publisher:
         for g in tree.loose:
             if lease.upto[g] < upto:
                 self._fill(lease, g, upto, fills, duplicates)
-        if flight is not None:
-            if first < upto or fills or duplicates:
-                promise = Promise(flight.step, lease, lease.node, first, upto, fills, duplicates)
-                flight.promises.append(promise)
-                tree.promises += 1
-                if first < upto or fills:
-                    mark(tree, promise)
-                low = promise.low
-                if duplicates:
-                    low = min(low, min(column for _, column in duplicates))
-                lease.depends(flight.step, low, oldest)
-        else:
+        if flight is None:
             self.became_real(lease, lease.node, first, upto, fills)
+        elif first < upto or fills or duplicates:
+            promise = Promise(flight.step, lease, lease.node, first, upto, fills, duplicates)
+            flight.promises.append(promise)
+            tree.promises += 1
+            if first < upto or fills:
+                mark(tree, promise)
+            low = promise.low
+            if duplicates:
+                low = min(low, min(column for _, column in duplicates))
+            lease.depends(flight.step, low, oldest)
         return duplicates
 
     def publish_rows(self, leases: Sequence[Lease], pages: Sequence[bytes]) -> list[Fallen]:
@@ -256,8 +255,8 @@ class Publisher:
             offset = (depth - base) * size
             child = node.children.get(bytes(tokens[offset : offset + size])) if node.children else None
             if child is None:
-                if tree.closed:
-                    first = min(first, depth)
+                if tree.closed and depth < first:
+                    first = depth
                 self._append(lease, node, depth, tokens, offset, upto)
                 lease.depth = upto
                 return first
@@ -294,32 +293,31 @@ class Publisher:
         """New pages [depth, upto) below `node`: its own edge grows if nobody else can mind, else a child is added."""
         tree = self.tree
         n = upto - depth
-        more = memoryview(tokens)[offset : offset + n * tree.page_bytes]
-        for g in tree.closed:
-            tree.pools[DEVICE][g].hand(lease.tables[g][4 * depth : 4 * upto], LEASE, TREE)
+        end = offset + n * tree.page_bytes
         if node is lease.node and self.can_grow(node):
-            self.grow(node, more, n)
-            for g in tree.closed:
-                node.device.pages[g] += lease.tables[g][4 * depth : 4 * upto]
-                lease.upto[g] = upto
-            if tree.closed:
-                node.device.count = node.n
-            return
-        child = tree.attach(node, bytearray(more), n)
-        copy = child.device
-        copy.holds = 1
-        if node is lease.node:
-            pass  # the lease's own pin becomes "a child with holds": no climb
+            self.grow(node, tokens[offset:end], n)
+            copy = node.device
         else:
-            tree.pin(node, DEVICE)
-            tree.unpin(lease.node, DEVICE)
+            child = tree.attach(node, bytearray(memoryview(tokens)[offset:end]), n)
+            copy = child.device
+            copy.holds = 1
+            if node is not lease.node:  # else the lease's own pin becomes "a child with holds": no climb
+                tree.pin(node, DEVICE)
+                tree.unpin(lease.node, DEVICE)
+            if tree.closed:
+                node.device.kids += 1
+            lease.node = child
+        for g in tree.closed:
+            mine = lease.tables[g][4 * depth : 4 * upto]
+            tree.pools[DEVICE][g].hand(mine, LEASE, TREE)
+            there = copy.pages[g]
+            if type(there) is bytearray:
+                there += mine
+            else:
+                copy.pages[g] = bytearray().join((there, mine)) if there else mine
+            lease.upto[g] = upto
         if tree.closed:
-            for g in tree.closed:
-                copy.pages[g] = bytearray(lease.tables[g][4 * depth : 4 * upto])
-                lease.upto[g] = upto
-            copy.count = n
-            node.device.kids += 1
-        lease.node = child
+            copy.count += n
 
     def can_grow(self, node: Node) -> bool:
         """Whether `node` may get longer in place: a leaf, held by one lease alone, with no snapshot at its end."""
@@ -336,14 +334,13 @@ class Publisher:
                 return False
         return type(node.edge) is bytearray or len(node.edge) <= _THAW_BYTES
 
-    def grow(self, node: Node, more: memoryview, n: int) -> None:
+    def grow(self, node: Node, more: bytes | bytearray, n: int) -> None:
         """Lengthen the edge of a leaf; what it has of groups that are not closed gets holes there."""
         tree = self.tree
         if type(node.edge) is bytes:
-            node.edge = bytearray(node.edge)
-            for g in tree.closed:
-                node.device.pages[g] = bytearray(node.device.pages[g])
-        node.edge += more
+            node.edge = bytearray().join((node.edge, more))
+        else:
+            node.edge += more
         node.n += n
         node.crc = None
         for g in tree.loose:

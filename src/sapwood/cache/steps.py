@@ -68,19 +68,24 @@ class Steps:
     # ---- events
 
     def commit(self, step: int, reading: int | None) -> Commit:
-        tree, publisher = self.tree, self.publisher
-        self._event(step)
-        flight = self.flights.pop(step, None)
+        tree, publisher, flights = self.tree, self.publisher, self.flights
+        if flights or step <= self.last:
+            self._in_order(step)
+        self.last = step
+        tree.now += 1
+        flight = flights.pop(step, None) if flights else None
         self.counts["steps" if step > self.doomed else "steps_failed"] += 1
         if flight is None and not (self.unsettled or publisher.real or publisher.replaced):
             return _NO_NEWS
         if flight is not None:
             if step > self.doomed:
+                plain = publisher.plain
                 for promise in flight.promises:
                     if not promise.lease.root.hooked:
                         continue
                     unmark(tree, promise)
-                    self.publisher.became_real(promise.lease, promise.node, promise.first, promise.last, promise.fills)
+                    if not plain:
+                        publisher.became_real(promise.lease, promise.node, promise.first, promise.last, promise.fills)
                 tree.promises -= len(flight.promises)
                 for promise in flight.promises:
                     if promise.duplicates:
@@ -101,18 +106,18 @@ class Steps:
         if not lease.ended:
             self.unsettled.setdefault(lease, []).extend(duplicates)
 
-    def _event(self, step: int) -> None:
+    def _in_order(self, step: int) -> None:
         if step <= self.last:
             raise ValueError(f"the event of step {step} has come already")
         if self.flights and min(self.flights) < step:
             raise ValueError(f"the event of step {step} comes before that of step {min(self.flights)}")
-        self.last = step
-        self.tree.now += 1
 
     def failed(self, step: int, newest: int) -> list[Lease]:
         """Withdraw what `step` and all later steps up to `newest` promised. Returns the leases that lost something."""
         tree = self.tree
-        self._event(step)
+        self._in_order(step)
+        self.last = step
+        tree.now += 1
         self.counts["steps_failed"] += 1
         if step <= self.doomed:
             self._over(self.flights.pop(step, None))
@@ -302,8 +307,9 @@ class Steps:
                 tree.pools[DEVICE][g].release(lease.private(g), owner)
             elif mine:
                 tree.pools[DEVICE][g].give(mine, owner)
-        for g, slot in lease.working.items():
-            tree.pools[DEVICE][g].release_one(slot, owner)
+        if lease.working:
+            for g, slot in lease.working.items():
+                tree.pools[DEVICE][g].release_one(slot, owner)
         if lease.seed:
             self.follower.unseed(lease.seed, None if lease.detached else lease.seed_node)
         if lease.source is not None:

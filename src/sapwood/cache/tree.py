@@ -290,10 +290,13 @@ class Tree:
     def _rest(self, node: Node) -> None:
         """A growing edge keeps room to grow; one that rests gives it back."""
         node.edge = bytes(node.edge)
-        for t in self.tiers:
-            copy = self.copy_in(node, t)
+        pages = node.device.pages
+        for g in self.closed:
+            pages[g] = bytes(pages[g])
+        if node.host is not None:
+            pages = node.host.pages
             for g in self.closed:
-                copy.pages[g] = bytes(copy.pages[g])
+                pages[g] = bytes(pages[g])
 
     def _shelve(self, node: Node, copy: Copy, tier: int) -> None:
         if not copy.queued & _IN_SHELF:

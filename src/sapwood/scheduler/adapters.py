@@ -13,13 +13,13 @@ class Gate:
         self.inside = set(running) if cap else set()
         self.closed = False
 
-    def lets_in(self, adapter: bytes | None) -> bool:
-        if adapter is None or not self.cap:
+    def lets_in(self, adapter: bytes) -> bool:
+        if not self.cap:
             return True
         return not self.closed and (adapter in self.inside or len(self.inside) < self.cap)
 
-    def enter(self, adapter: bytes | None) -> None:
-        if adapter is not None and self.cap:
+    def enter(self, adapter: bytes) -> None:
+        if self.cap:
             self.inside.add(adapter)
 
     def close(self) -> None:

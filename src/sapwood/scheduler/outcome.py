@@ -44,11 +44,12 @@ class Outcome:
                 crossed = [request for request in crossed if request.lease is not None]
             if crossed:
                 self._publish(crossed)
-        for chunk in flight.chunks:
-            if chunk.request.lease is not None:
-                chunk.request.computes_to(chunk.end)
+        for request, _, end, _, _ in flight.chunks:
+            if request.lease is not None:
+                request.computes_to(end)
         commit = cache.step_commit(flight.step)
-        book.transfers.offer(commit.real)
+        if commit.real:
+            book.transfers.offer(commit.real)
         for replaced in commit.replaced:
             owner = book.owners.get(replaced.lease)
             if owner is not None:
@@ -57,7 +58,15 @@ class Outcome:
         for request in flight.left:
             book.vacate(request)
         if decodes:
-            self._end_decodes()
+            decoding = book.decoding
+            if decoding.listens:
+                for request in decoding.stopped():
+                    if request.phase is DECODING:
+                        book.end(request, "stop")
+            if decoding.tick in decoding.ending:
+                for request in decoding.used_up():
+                    if request.phase is DECODING:
+                        book.end(request, "length")
         if flight.chunks:
             self._after_chunks(flight.chunks, tokens[decodes:])
         if self.slides:
@@ -74,29 +83,19 @@ class Outcome:
             leases.append(request.lease)
         self.cache.publish_rows(leases, pages)
 
-    def _end_decodes(self) -> None:
-        book, decoding = self.book, self.book.decoding
-        for request in decoding.stopped():
-            if request.phase is DECODING:
-                book.end(request, "stop")
-        for request in decoding.used_up():
-            if request.phase is DECODING:
-                book.end(request, "length")
-
     def _after_chunks(self, chunks: list[Chunk], tokens: npt.NDArray[Any]) -> None:
         """Rows that yielded a token end with it, or decode from now on."""
         book, decoding, most = self.book, self.book.decoding, self.config.max_batch_tokens
         sampled = iter(tokens.tolist())
         apart = bool(self.planner.retries)
-        for chunk in chunks:
-            request = chunk.request
-            token = next(sampled) if chunk.samples else -1
+        for request, _, end, samples, _ in chunks:
+            token = next(sampled) if samples else -1
             if request.phase is ENDED:
                 continue
             request.tries = 0
-            if not chunk.samples:
+            if not samples:
                 continue
-            generated = request.generated + 1
+            generated = end - request.prompt + 1
             stops = generated >= request.min_tokens and token in request.eos
             if not stops and generated < request.max_tokens and not apart and decoding.count < most:
                 book.join(request, token)

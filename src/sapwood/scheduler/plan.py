@@ -78,38 +78,28 @@ class Plan:
 def decode_batch(rows: Decoding, groups: list[str]) -> Batch:
     """All decode rows, and nobody else."""
     ids, slots, lengths, cached, samples, adapters = rows.shown()
-    starts = rows.starts()
-    tokens, write_from = rows.tokens(), dict.fromkeys(groups, starts)
-    return Batch(ids, slots, starts, lengths, tokens, cached, samples, write_from, adapters)
+    starts = rows.starts
+    write_from = dict.fromkeys(groups, starts)
+    return Batch(ids, slots, starts, lengths, rows.tokens(), cached, samples, write_from, adapters)
 
 
 def batch_of(rows: Decoding | None, chunks: list[Chunk], groups: list[str]) -> Batch:
     """The decode rows, if they take part, and then the chunks."""
-    if not chunks:
-        assert rows is not None
-        return decode_batch(rows, groups)
-    starts = [chunk.start for chunk in chunks]
-    raw = b"".join([chunk.request.tokens[4 * chunk.start : 4 * chunk.end] for chunk in chunks])
-    fields = np.array(
-        [
-            [chunk.request.slot for chunk in chunks],
-            starts,
-            [chunk.end - chunk.start for chunk in chunks],
-            [chunk.request.cached for chunk in chunks],
-            *[[chunk.write_from[name] for chunk in chunks] for name in groups],
-        ],
-        np.int32,
-    )
+    requests, starts, ends, samples, begins = zip(*chunks, strict=True)
+    raw = b"".join([request.tokens[4 * start : 4 * end] for request, start, end, _, _ in chunks])
+    slots = [request.slot for request in requests]
+    cached = [request.cached for request in requests]
+    fields = np.array([slots, starts, ends, cached, *[[begin[name] for begin in begins] for name in groups]], np.int32)
     mine = Batch(
-        [chunk.request.id for chunk in chunks],
+        [request.id for request in requests],
         fields[0],
         fields[1],
-        fields[2],
+        fields[2] - fields[1],
         np.frombuffer(raw, np.int32),
         fields[3],
-        np.array([chunk.samples for chunk in chunks], np.bool_),
+        np.array(samples, np.bool_),
         {name: fields[4 + at] for at, name in enumerate(groups)},
-        [chunk.request.adapter for chunk in chunks],
+        [request.adapter for request in requests],
     )
     if rows is None or not rows.count:
         return mine

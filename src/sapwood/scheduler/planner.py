@@ -20,11 +20,13 @@ from sapwood.cache import Keep, Lease, Match, PageCopy
 from .adapters import Gate
 from .book import Book, Flight
 from .config import SchedulerConfig
-from .plan import Chunk, Plan, batch_of
+from .plan import Chunk, Plan, batch_of, decode_batch
 from .policy import POLICIES
 from .pressure import Pressure
 from .request import LOADING, Request
 
+_new = tuple.__new__  # a NamedTuple in a third of the time
+_FIRST = Keep(least=1)
 _LOOKS = 8  # requests that turn out not to fit, after which a plan looks at nobody else
 _LOOK_AGAIN = 16  # plans after which a request that did not fit is tried again although no room was made
 
@@ -50,17 +52,21 @@ class Planner:
             apart = self._retry()
             if apart:
                 return self._issue(False, apart)
-        decoding = self.book.decoding
+        book = self.book
+        decoding = book.decoding
         while True:
-            tight = self._anybody_sat_out()
+            tight = bool(book.prefilling.items) and self._anybody_sat_out()
             if tight:
                 self.pressure.relieve()
             chunks: list[Chunk] = []
             if self.config.mixed:
-                tight |= self.pressure.grow_decodes()
+                if decoding.standing:
+                    tight |= self.pressure.grow_decodes()
                 self._begin(decoding.count)
-                self._resume_decodes(chunks)
-                self._prefill(chunks, not tight)
+                if book.prefilling.items:
+                    self._resume_decodes(chunks)
+                if book.prefilling.items or book.waiting.items:
+                    self._prefill(chunks, not tight)
             else:
                 self._begin(0)
                 self._prefill(chunks, not tight)
@@ -88,11 +94,18 @@ class Planner:
         rows = book.decoding.requests if decodes else []
         if self.snapshots:
             self._checkpoint(decodes)
-        self.step = self.number
-        book.flight = Flight(self.step, list(rows), chunks)
-        batch = batch_of(book.decoding if decodes else None, chunks, self.groups)
-        loads, saves = book.transfers.take()
-        return Plan(self.step, batch, book.tables.arrays, self.copies, loads, saves, *book.prefetch.take())
+        step = self.step = self.number
+        book.flight = Flight(step, rows.copy(), chunks)
+        if chunks:
+            batch = batch_of(book.decoding if decodes else None, chunks, self.groups)
+        else:
+            batch = decode_batch(book.decoding, self.groups)
+        plan = Plan(step, batch, book.tables.arrays, self.copies, [], [], [], [], [], [])
+        if book.transfers.under_way:
+            plan.loads, plan.saves = book.transfers.take()
+        if self.config.store:
+            plan.lookups, plan.fetches, plan.backups = book.prefetch.take()
+        return plan
 
     def transfers_only(self) -> Plan:
         """Nobody can run now: a plan with the transfers that can, or an empty one."""
@@ -108,8 +121,7 @@ class Planner:
         return plan
 
     def _anybody_sat_out(self) -> bool:
-        items = self.book.prefilling.items
-        return bool(items) and any(request.sat_out for request in items)
+        return any(request.sat_out for request in self.book.prefilling.items)
 
     def _checkpoint(self, decodes: bool) -> None:
         """Snapshots are taken last: a slot is worth more to a request that could come in. Decode rows that will fill a
@@ -153,9 +165,8 @@ class Planner:
 
     def _resume_decodes(self, chunks: list[Chunk]) -> None:
         """Decode rows that sat out, or were tried apart, run again."""
-        if self.book.prefilling.items:
-            for request in [request for request in self.book.prefilling.items if request.decodes]:
-                self._take_part(request, chunks)
+        for request in [request for request in self.book.prefilling.items if request.decodes]:
+            self._take_part(request, chunks)
 
     def _prefill(self, chunks: list[Chunk], admitting: bool) -> None:
         """Rows for requests that have more to compute, as far as the budget reaches: within a priority first those
@@ -177,7 +188,7 @@ class Planner:
             if request.lease is None:
                 if not free:
                     continue
-                if not self.gate.lets_in(request.adapter):
+                if request.adapter is not None and not self.gate.lets_in(request.adapter):
                     if request.overtaken >= self.config.max_overtaken:
                         self.gate.close()
                     continue
@@ -202,12 +213,14 @@ class Planner:
         return chain(overdue, ordered) if overdue else ordered
 
     def _take_part(self, request: Request, chunks: list[Chunk]) -> None:
-        if self.budget <= 0 or not self.gate.lets_in(request.adapter):
+        adapter = request.adapter
+        if self.budget <= 0 or (adapter is not None and not self.gate.lets_in(adapter)):
             return
         chunk = self._chunk(request)
         if chunk is not None:
             chunks.append(chunk)
-            self.gate.enter(request.adapter)
+            if adapter is not None:
+                self.gate.enter(adapter)
 
     def _chunk(self, request: Request) -> Chunk | None:
         """The next tokens of a request, as many as the budget and every group can give; None if that is none."""
@@ -218,7 +231,9 @@ class Planner:
             request.begins_at(cache.adopt(lease, known, request.position))
         start = request.position
         known_to = len(request.tokens) // 4
-        end = min(known_to, start + self.budget)
+        end = start + self.budget
+        if end > known_to:
+            end = known_to
         if lease.cuts:
             end = self._cut(lease.cuts, start, end)
         if cache.reach(lease) < end:
@@ -236,7 +251,7 @@ class Planner:
             self.checkpoints.append((lease, end // page))
         self.book.tables.write(request.slot, lease)
         self.budget -= end - start
-        return Chunk(request, start, end, end == known_to, write_from)
+        return _new(Chunk, (request, start, end, end == known_to, write_from))
 
     def _cut(self, cuts: tuple[int, ...], start: int, end: int) -> int:
         """Where a chunk ends so that a snapshot can be taken."""
@@ -268,13 +283,18 @@ class Planner:
             upto = match.length
         if match.cuts:
             upto = self._cut(match.cuts, match.start, upto)
-        want = self._want(request)
-        if self.book.admit(request, match, upto, self._keep(want)):
+        want, book = self._want(request), self.book
+        keep = _FIRST  # nobody runs: whatever it needs
+        if book.owners:  # running requests must be able to go on for a while, and so must this one
+            if self.ahead < 0:
+                self._count_ahead()
+            keep = _new(Keep, (want, self.ahead, len(book.owners), 1))
+        if book.admit(request, match, upto, keep):
             if self.ahead >= 0:
                 self.ahead += self._ahead_of(request, want)
             self.room = None
             return True
-        if self.book.owners:
+        if book.owners:
             self.looks -= 1
             request.own = max(0, -(-want // self.page) - match.depth)
             short = request.own + self.ahead > self.cache.room()
@@ -294,15 +314,6 @@ class Planner:
             return True
         tried = request.tried or ()
         return bool(tried) and all(now <= then for now, then in zip(each, tried, strict=True))
-
-    def _keep(self, want: int) -> Keep:
-        """What must be left: running requests must be able to go on for a while, and so must this one."""
-        book = self.book
-        if not book.owners:
-            return Keep(least=1)
-        if self.ahead < 0:
-            self._count_ahead()
-        return Keep(want, self.ahead, len(book.owners), 1)
 
     def _want(self, request: Request) -> int:
         """How many tokens a request will have soon."""

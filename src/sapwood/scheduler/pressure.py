@@ -32,7 +32,7 @@ class Pressure:
     def grow_decodes(self) -> bool:
         """A page for every decode row that needs one. Who gets none sits out; returns whether anybody does."""
         book = self.book
-        rows = book.decoding.at_page_end()
+        rows = list(book.decoding.standing)
         if not rows or self._grow(rows):
             return False
         tight = False

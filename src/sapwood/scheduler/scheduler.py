@@ -47,6 +47,7 @@ class Scheduler:
         self._planner = Planner(config, self._book)
         self._outcome = Outcome(config, self._book, self._planner)
         self._arrivals = 0
+        self._on_eviction = config.host_policy == "evict"
 
     @property
     def cache(self) -> HybridPrefixCache:
@@ -81,7 +82,7 @@ class Scheduler:
         if book.flight is not None:
             plan = Plan()
         else:
-            if self.config.host_policy == "evict":
+            if self._on_eviction:
                 book.transfers.save_cold()
             plan = self._planner.plan() if book.requests else self._planner.transfers_only()
         if book.ended:
