@@ -285,9 +285,8 @@ class HybridPrefixCache:
 
     def slide_rows(self, leases: Sequence[Lease], positions: Sequence[int]) -> dict[str, tuple[list[int], list[int]]]:
         """`slide` for many; by group: which of `leases`, and the columns they gave up."""
-        known = self._leases
-        for lease in leases:
-            if lease not in known:
+        if not all(map(self._leases.__contains__, leases)):
+            for lease in leases:
                 self._live(lease)
         return self._follower.slide_rows(leases, positions)
 

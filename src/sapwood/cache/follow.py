@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from struct import Struct
 
 import numpy as np
 
@@ -15,6 +16,8 @@ from .path import Path
 from .pool import FLIGHT, LEASE
 from .runs import HOLE, present
 from .tree import Tree
+
+_id = Struct("<i").unpack_from
 
 
 class Follower:
@@ -43,34 +46,66 @@ class Follower:
         tree = self.tree
         gone = {}
         for g in tree.loose:
-            slid, unread, queue = tree.families[g].slid, tree.pools[DEVICE][g].unread_one, tree.queues[g, DEVICE]
-            who: list[int] = []
-            columns: list[int] = []
-            for i, lease in enumerate(leases):
-                spans, lease.low[g] = slid(lease.low[g], positions[i])
-                for low, high in spans:
-                    if high - low > 1:
-                        who += [i] * (high - low)
-                        columns += range(low, high)
-                    else:
-                        who.append(i)
-                        columns.append(low)
-                    if lease.own:
-                        self._give_up(lease, g, low, high)
-                    elif high - low > 1 or low >= lease.upto[g]:
-                        self._give_up_run(lease, g, low, high)
-                    else:
-                        table = lease.tables[g]
-                        page = int.from_bytes(table[4 * low : 4 * high], "little")
-                        table[4 * low : 4 * high] = HOLE
-                        if page and unread(page) and not lease.detached:
-                            node = lease.node
-                            while node.start > low:
-                                node = node.parent  # type: ignore[assignment]
-                            queue.add(node, node.device)
+            ends = tree.families[g].slid_ends(positions)
+            if ends is None:
+                who, columns = self._slide_each(g, leases, positions)
+            else:
+                who, columns = self._slide_to(g, leases, ends)
             if who:
                 gone[tree.groups[g].name] = (who, columns)
         return gone
+
+    def _slide_each(self, g: int, leases: Sequence[Lease], positions: Sequence[int]) -> tuple[list[int], list[int]]:
+        who: list[int] = []
+        columns: list[int] = []
+        for i, lease in enumerate(leases):
+            spans, lease.low[g] = self.tree.families[g].slid(lease.low[g], positions[i])
+            for low, high in spans:
+                who += [i] * (high - low)
+                columns += range(low, high)
+                self._give_up(lease, g, low, high)
+        return who, columns
+
+    def _slide_to(self, g: int, leases: Sequence[Lease], ends: list[int]) -> tuple[list[int], list[int]]:
+        who: list[int] = []
+        columns: list[int] = []
+        single: list[Lease] = []  # those that give up one page of the tree, which page, and its column
+        pages: list[int] = []
+        at: list[int] = []
+        for i, lease in enumerate(leases):
+            low, end = lease.low[g], ends[i]
+            if low >= end:
+                continue
+            lease.low[g] = end
+            if low + 1 == end and not lease.own and low < lease.upto[g]:
+                who.append(i)
+                columns.append(low)
+                table, place = lease.tables[g], 4 * low
+                page = _id(table, place)[0]
+                if page:
+                    table[place : place + 4] = HOLE
+                    single.append(lease)
+                    pages.append(page)
+                    at.append(low)
+            else:
+                who += [i] * (end - low)
+                columns += range(low, end)
+                if lease.own:
+                    self._give_up(lease, g, low, end)
+                else:
+                    self._give_up_run(lease, g, low, end)
+        if pages:
+            queue = self.tree.queues[g, DEVICE]
+            standing = queue.bits[0]
+            for i in self.tree.pools[DEVICE][g].unread_each(pages):
+                if single[i].detached:
+                    continue
+                node = single[i].node
+                while node.start > at[i]:
+                    node = node.parent  # type: ignore[assignment]
+                if not node.device.queued & standing:
+                    queue.add(node, node.device)
+        return who, columns
 
     def _give_up(self, lease: Lease, g: int, low: int, high: int) -> None:
         tree = self.tree

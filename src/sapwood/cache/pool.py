@@ -222,6 +222,10 @@ class PagePool:
         for page in pages:
             owners[page] = new
 
+    def read_by(self, page: int) -> int:
+        """How many read it."""
+        return self._reads[page]
+
     def read_one(self, page: int) -> None:
         """`read` for a single page."""
         count = self._reads[page]
@@ -243,6 +247,25 @@ class PagePool:
                 self.idle += 1
                 return True
         return False
+
+    def unread_each(self, pages: list[int]) -> list[int]:
+        """`unread` for one page after the other. Returns where in `pages` those stand that became idle."""
+        reads, owners, idle = self._reads, self.owner, []
+        for at, page in enumerate(pages):
+            count = reads[page] - 1
+            if count > 0:
+                reads[page] = count
+                continue
+            if count < 0:
+                self._unread_by_nobody(page)
+            reads[page] = 0
+            owner = owners[page]
+            if owner == UNHOOKED:
+                self.release_one(page, UNHOOKED)
+            elif self.by_page and owner == TREE:
+                self.idle += 1
+                idle.append(at)
+        return idle
 
     def read(self, ids: Ids) -> None:
         """One more reader for each of `ids`, which must be different pages."""
@@ -308,17 +331,17 @@ class PagePool:
     def _unread_by_nobody(self, page: int) -> None:
         raise PoolError(f"{self.name}: page {page} has no reader to leave")
 
-    def share(self, ids: Ids) -> None:
-        """A lease hands pages to the tree and goes on reading them."""
-        n = len(ids)
-        first = self._hand(ids.tobytes(), n, LEASE, TREE)
+    def share(self, raw: bytes | bytearray) -> None:
+        """A lease hands pages, as bytes, to the tree and goes on reading them."""
+        n = len(raw) // 4
+        first = self._hand(raw, n, LEASE, TREE)
         if n <= _FEW:
-            for page in ids.tolist():
+            for page in memoryview(raw).cast("i"):
                 self._reads[page] += 1
         elif first:
             self.readers[first : first + n] += 1
         else:
-            self.readers[ids.astype(np.intp)] += 1
+            self.readers[np.frombuffer(raw, np.int32).astype(np.intp)] += 1
         self.counts[LEASE] -= n
         self.counts[TREE] += n
 

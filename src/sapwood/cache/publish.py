@@ -102,24 +102,19 @@ class Publisher:
     def _any_rows(self, leases: Sequence[Lease], pages: Sequence[bytes]) -> list[Fallen]:
         tree = self.tree
         closed, loose, slots, paged, host = tree.closed, tree.loose, tree.slots, tree.paged, tree.has_host
-        moved: dict[int, list[bytearray]] = {g: [] for g in paged}
+        moved: list[list[bytearray]] = [[] for _ in tree.groups]
         fallen: list[Fallen] = []
         announcing, hashing = tree.announcing, tree.hashing
-        told = bool(closed) or not tree.announcing or tree.told in loose
+        told = bool(closed) or not announcing or tree.told in loose
         for lease, page in zip(leases, pages, strict=True):
             if lease.detached or not lease.writes:
                 continue
-            node, depth, upto, tables = lease.node, lease.depth, lease.upto, lease.tables
-            copy, edge, last = node.device, node.edge, lease.depth + 1
-            alone = (
-                told
-                and copy.holds - node.moving == 1
-                and not node.children
-                and node.loading is None
-                and (copy.count == node.n or not closed)
-                and not (host and node.host.holds)  # type: ignore[union-attr]
-            )
+            node, depth, upto = lease.node, lease.depth, lease.upto
+            copy, edge, last, at = node.device, node.edge, depth + 1, 4 * depth
             there = copy.pages
+            alone = copy.holds - node.moving == 1 and not node.children and node.loading is None and told
+            if (closed and copy.count != node.n) or (host and node.host.holds):  # type: ignore[union-attr]
+                alone = False
             for g in loose:
                 if upto[g] != depth:
                     alone = False
@@ -131,21 +126,24 @@ class Publisher:
                 edge += page
                 node.n += 1
                 node.crc = None
-                if closed:
-                    copy.count += 1
-                for g in paged:
-                    one = tables[g][4 * depth : 4 * last]
+                for g in closed:
+                    one = lease.tables[g][at : at + 4]
+                    there[g] += one
+                    moved[g].append(one)
+                    upto[g] = last
+                for g in loose:
+                    one = lease.tables[g][at : at + 4]
                     mine = there[g]
                     if mine is None:
-                        mine = there[g] = bytearray(4 * (node.n - 1))
+                        mine = bytearray(4 * (node.n - 1))
                     mine += one
                     there[g] = mine  # it may have been bytes: what came from host rests
                     moved[g].append(one)
                     upto[g] = last
-                if host:
-                    for g in loose:
-                        if node.host.pages[g] is not None:  # type: ignore[union-attr]
-                            node.host.pages[g] += HOLE  # type: ignore[union-attr]
+                    if host and node.host.pages[g] is not None:  # type: ignore[union-attr]
+                        node.host.pages[g] += HOLE  # type: ignore[union-attr]
+                if closed:
+                    copy.count = node.n
             elif alone and slots and closed and not node.moving:
                 # A snapshot stands at the end of the leaf: a new one begins below it, and takes over the lease's pin.
                 copy.kids += 1
@@ -154,7 +152,7 @@ class Publisher:
                 copy.holds = copy.count = 1
                 there = copy.pages
                 for g in paged:
-                    one = tables[g][4 * depth : 4 * last]
+                    one = lease.tables[g][at : at + 4]
                     there[g] = bytearray(one)
                     moved[g].append(one)
                     upto[g] = last
@@ -170,12 +168,13 @@ class Publisher:
                 hash_path(tree, node, depth, last)
             if host:
                 self.offer(lease, depth, last, node)
-        for g, parts in moved.items():
-            if parts:
+        for g in paged:
+            if moved[g]:
+                ids = b"".join(moved[g])
                 if g in loose:
-                    tree.pools[DEVICE][g].share(np.frombuffer(b"".join(parts), np.int32))
+                    tree.pools[DEVICE][g].share(ids)
                 else:
-                    tree.pools[DEVICE][g].hand(b"".join(parts), LEASE, TREE)
+                    tree.pools[DEVICE][g].hand(ids, LEASE, TREE)
         return fallen
 
     def became_real(self, lease: Lease, node: Node, first: int, last: int, fills: list[Fill]) -> None:
@@ -375,7 +374,7 @@ class Publisher:
         lease.upto[g] = upto
         if filled:
             ids = joined(filled)
-            tree.pools[DEVICE][g].share(ids)
+            tree.pools[DEVICE][g].share(ids.tobytes())
             fills.append(Fill(g, ranges(filled), ids))
 
     def _fill_holes(

@@ -19,6 +19,8 @@ from .room import Room
 from .transfer import put_slot
 from .tree import Tree
 
+_new = tuple.__new__  # a NamedTuple in a third of the time
+
 
 class Snapshots:
     def __init__(self, tree: Tree, room: Room, follower: Follower, publisher: Publisher) -> None:
@@ -63,21 +65,22 @@ class Snapshots:
 
     def checkpoint(self, lease: Lease, page: int, flight: Flight, rolling: bool) -> list[PageCopy]:
         """Copy the working slots, which will stand at the end of `page` pages after the step, into new slots."""
-        tree, room = self.tree, self.room
+        tree = self.tree
         if not tree.slots or lease.detached or not lease.writes:
             self._skip_cut(lease, page)
             return []
         need = dict.fromkeys(tree.slots, 1)
-        if not room.has(DEVICE, need) and not self._make_room(lease, need):
+        if not self.room.has(DEVICE, need) and not self._make_room(lease, need):
             self.counts["checkpoints_skipped"] += 1
             self._skip_cut(lease, page)
             return []
-        slots = {g: tree.pools[DEVICE][g].allocate_one(FLIGHT) for g in tree.slots}
+        slots, copies = {}, []
+        for g in tree.slots:
+            slot = slots[g] = tree.pools[DEVICE][g].allocate_one(FLIGHT)
+            copies.append(_new(PageCopy, (tree.groups[g].name, lease.working[g], slot, tree.page_size, "after")))
         flight.snapshots.append(Snapshot(lease, page, slots, rolling))
         self.counts["checkpoints"] += 1
-        return [
-            PageCopy(tree.groups[g].name, lease.working[g], slot, tree.page_size, "after") for g, slot in slots.items()
-        ]
+        return copies
 
     def _make_room(self, lease: Lease, need: dict[int, int]) -> bool:
         """Evict for a checkpoint, but never the last one to make the next: that one may fail."""
@@ -108,18 +111,22 @@ class Snapshots:
             self.counts["snapshots_lost"] += 1
             self._skip_cut(lease, snapshot.page)
             return
-        old = self._rolling_node(lease) if snapshot.rolling and lease.rolling != snapshot.page else None
-        node = tree.node_ending(lease.node, snapshot.page)
+        page, node = snapshot.page, lease.node
+        old = self._rolling_node(lease) if snapshot.rolling and lease.rolling != page else None
+        if node.start + node.n != page:
+            node = tree.node_ending(node, page)
         kept = [g for g, slot in snapshot.slots.items() if put_slot(tree, node, DEVICE, g, slot)]
-        self.publisher.snapshot_is_real(lease, node, kept, snapshot.rolling)
-        self._skip_cut(lease, snapshot.page)
+        if tree.has_host or tree.told in kept:
+            self.publisher.snapshot_is_real(lease, node, kept, snapshot.rolling)
+        if lease.cuts:
+            self._skip_cut(lease, page)
         if snapshot.rolling:
-            lease.rolling = snapshot.page
-            for g in tree.slots if old is not None else ():
-                assert old is not None
-                slot = old.device.pages[g]
-                if slot and not tree.pools[DEVICE][g].readers[slot]:
-                    tree.drop_slot(old, DEVICE, g)
+            lease.rolling = page
+            if old is not None:
+                for g in tree.slots:
+                    slot = old.device.pages[g]
+                    if slot and not tree.pools[DEVICE][g].read_by(slot):
+                        tree.drop_slot(old, DEVICE, g)
 
     def pass_cuts(self, lease: Lease, upto: int, flights: dict[int, Flight]) -> None:
         """A chunk goes on beyond a cut: unless a checkpoint there is under way, there will be none."""

@@ -70,7 +70,7 @@ class Outcome:
         if flight.chunks:
             self._after_chunks(flight.chunks, tokens[decodes:])
         if self.slides:
-            self._slide([*crossed, *(chunk.request for chunk in flight.chunks)])
+            self._slide(crossed, [chunk.request for chunk in flight.chunks])
         if self.planner.retries:
             self.planner.tried(flight.rows())
 
@@ -106,12 +106,17 @@ class Outcome:
             elif generated >= request.max_tokens:
                 book.end(request, "length")
 
-    def _slide(self, requests: list[Request]) -> None:
-        book = self.book
-        live = [(request, request.lease) for request in requests if request.lease is not None]
-        positions = [book.position(request) for request, _ in live]
-        for group, (who, columns) in self.cache.slide_rows([lease for _, lease in live], positions).items():
-            book.tables.clear(group, [live[i][0].slot for i in who], columns)
+    def _slide(self, crossed: list[Request], others: list[Request]) -> None:
+        book, tick = self.book, self.book.decoding.tick
+        live = [request for request in crossed if request.phase is DECODING]
+        positions = [request.lead + tick for request in live]
+        for request in others:
+            if request.lease is not None:
+                live.append(request)
+                positions.append(book.position(request))
+        leases: list[Any] = [request.lease for request in live]
+        for group, (who, columns) in self.cache.slide_rows(leases, positions).items():
+            book.tables.clear(group, [live[i].slot for i in who], columns)
 
     def _tokens(self, flight: Flight, given: object) -> npt.NDArray[Any]:
         """The tokens of the rows that sample, in row order; ProtocolError if they are not exactly those."""

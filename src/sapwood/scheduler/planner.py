@@ -131,8 +131,9 @@ class Planner:
         if not decodes:
             return
         decoding, every = self.book.decoding, self.config.checkpoint_interval
+        tick, size = decoding.tick + 1, self.page
         for request in decoding.reaching_page_end():
-            page = (decoding.position(request) + 1) // self.page
+            page = (request.lead + tick) // size
             if page % every == 0 and request.lease is not None:
                 self.copies += self.cache.roll_checkpoint(request.lease, page, self.number)
 

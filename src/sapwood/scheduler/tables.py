@@ -11,6 +11,7 @@ from sapwood.cache import HybridPrefixCache, Lease
 
 from .request import Request
 
+_NO_PAGE = bytes(4)
 _FEW = 8  # up to so many entries a loop beats numpy
 Ints = npt.NDArray[np.int32]
 
@@ -80,4 +81,7 @@ class Tables:
         self.arrays[name][slot, column] = page
 
     def clear(self, name: str, slots: list[int], columns: list[int]) -> None:
-        self.arrays[name][slots, columns] = 0
+        flat, width = self._bytes[self._at[name]], 4 * self._columns
+        for slot, column in zip(slots, columns, strict=True):
+            at = width * slot + 4 * column
+            flat[at : at + 4] = _NO_PAGE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -119,6 +120,11 @@ class Family:
         if low < end:
             gone.append((low, end))
         return gone, max(low, end)
+
+    def slid_ends(self, positions: Sequence[int]) -> list[int] | None:
+        """For families that need nothing below one page, and everything from there on: that page, for rows at these
+        positions. None: ask `slid` of each."""
+        return None
 
 
 _FAMILIES: dict[str, type[Family]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .base import Family, Span
@@ -39,6 +40,10 @@ class Window(Family):
     def slid(self, low: int, now: int) -> tuple[list[Span], int]:
         end = max(0, now - self.window + 1) // self.page_size
         return ([(low, end)], end) if low < end else ([], low)
+
+    def slid_ends(self, positions: Sequence[int]) -> list[int]:
+        size, before = self.page_size, self.window - 1
+        return [(now - before) // size for now in positions]
 
     def treasures(self) -> int:
         # A whole prompt begins at its last token, one before the boundary: its window reaches one token further back.
