@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sapwood.cache import CacheGroup, HybridPrefixCache, Namespace, register_family, token_bytes
-from sapwood.cache.families import Full, Window
+from sapwood.cache.families import Family, Full, Window
 
 from .driver import BASE, Engine, full, state, toks, window
 
@@ -319,3 +319,52 @@ def test_a_family_says_whether_promised_pages_can_be_read(group: CacheGroup, pat
     assert engine.cache.match_prefix(engine.cache.bind(BASE), token_bytes(prompt)).start == 16
     engine.idle()
     assert bob.generated == engine.requests["ann"].generated
+
+
+class Sink(Window):
+    """A window that keeps its first page for ever."""
+
+    def reads(self, start: int) -> tuple[tuple[int, int], ...]:
+        low = max(0, start - self.window + 1)
+        return ((0, min(4, low)), (low, start)) if low else ((0, start),)
+
+    def pages_read(self, start: int) -> list[tuple[int, int]]:
+        return Family.pages_read(self, start)
+
+    def slid(self, low: int, now: int) -> tuple[list[tuple[int, int]], int]:
+        return Family.slid(self, low, now)
+
+
+register_family("sink", Sink)
+
+
+def test_a_family_that_slides_in_its_own_way_is_asked_row_by_row() -> None:
+    """A subclass of the window says itself what a row needs no more: one row or many, the answer is the same.
+
+    Mutation: `slide_rows` asks the window's `slid_ends` of a family that has a `slid` of its own.
+    """
+    gone = []
+    for many in (False, True):
+        cache, lease, prompt = opened(full(50), CacheGroup("sink", "sink", 50, window=5), tokens=40, upto=40)
+        cache.publish(lease, prompt, 10, 1)
+        cache.step_commit(1)
+        if many:
+            who, columns = cache.slide_rows([lease], [40])["sink"]
+            assert who == [0] * len(columns)
+        else:
+            columns = [c for _, low, high in cache.slide(lease, 40) for c in range(low, high)]
+        gone.append((columns, cache.table(lease, "sink").tolist()))
+        cache.check()
+    assert gone[0] == gone[1]
+    assert gone[0][0] == list(range(1, 9)) and gone[0][1][0] != 0
+
+
+def test_slide_rows_wants_a_position_a_lease() -> None:
+    """Mutation: `slide_rows` finds out half-way, with pages given up that somebody still counts as read."""
+    cache, lease, prompt = opened(full(50), window(5, 50), tokens=40, upto=40)
+    cache.publish(lease, prompt, 10, 1)
+    cache.step_commit(1)
+    with pytest.raises(ValueError, match="positions must be one a lease, got 1 for 2 leases"):
+        cache.slide_rows([lease, lease], [40])
+    assert all(cache.table(lease, "window"))
+    cache.check()

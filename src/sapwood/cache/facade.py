@@ -285,6 +285,8 @@ class HybridPrefixCache:
 
     def slide_rows(self, leases: Sequence[Lease], positions: Sequence[int]) -> dict[str, tuple[list[int], list[int]]]:
         """`slide` for many; by group: which of `leases`, and the columns they gave up."""
+        if len(positions) != len(leases):
+            raise ValueError(f"positions must be one a lease, got {len(positions)} for {len(leases)} leases")
         if not all(map(self._leases.__contains__, leases)):
             for lease in leases:
                 self._live(lease)

@@ -24,7 +24,6 @@ from .request import DECODING, Request
 Ints = npt.NDArray[np.int32]
 _LEAD, _SLOT, _CACHED, _FINAL = range(4)
 _NO_TOKEN = -1
-_ONE = np.array(1, np.int32)  # an array: numpy takes a number in twice the time
 _FEW = 8  # up to so many rows a loop beats numpy
 
 
@@ -53,6 +52,7 @@ class Decoding:
         self._rows = rows
         self._columns = page_size + 1
         self._take_memory(np.zeros((4, 0), np.int64), np.zeros((0, self._columns), np.int32))
+        self._past = np.array(0, np.int32)  # an array: numpy takes a number in twice the time
         self._eos = np.full((0, 0), _NO_TOKEN, np.int32)
         self.listens = False  # whether any row has had eos tokens that count
         self._forget()
@@ -74,7 +74,9 @@ class Decoding:
         """What stays the same while nobody joins or leaves."""
         if self._shown is None:
             n = self.count
-            self.starts = (self._fields[_LEAD, :n] + self.tick).astype(np.int32)
+            self._since = self.tick
+            self._base = (self._fields[_LEAD, :n] + self.tick).astype(np.int32)
+            self.starts = self._base.copy()
             self._shown = Shown(
                 [request.id for request in self.requests],
                 self._fields[_SLOT, :n].astype(np.int32),
@@ -228,7 +230,8 @@ class Decoding:
         tick = self.tick = self.tick + 1
         self._ring[: self.count, tick % self._columns] = tokens
         if self._shown is not None:
-            self.starts = self.starts + _ONE
+            self._past[()] = tick - self._since
+            self.starts = self._base + self._past
         if tick in self.waking:
             for request in self.waking.pop(tick):
                 if request.phase is DECODING and self.generated(request) >= request.min_tokens:

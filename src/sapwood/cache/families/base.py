@@ -45,6 +45,8 @@ class Family:
     def __init_subclass__(cls) -> None:
         if "deepest" in cls.__dict__ and "plain" not in cls.__dict__:
             cls.plain = False  # it has an answer of its own
+        if "slid" in cls.__dict__ and "slid_ends" not in cls.__dict__:
+            cls.slid_ends = Family.slid_ends  # type: ignore[method-assign]
 
     def __init__(self, group: CacheGroup, index: int, page_size: int) -> None:
         self.group = group
