@@ -194,7 +194,9 @@ class Driver:
         leases = [turn.lease for turn in crossed]
         over = [turn for turn in self.decoding if turn.position == turn.last]
         ending = set(map(id, over))
-        slid = [(turn.lease, turn.position) for turn in crossed + rows if id(turn) not in ending]
+        sliding = [turn for turn in crossed + rows if id(turn) not in ending]
+        positions = [turn.position for turn in sliding]
+        slid = [turn.lease for turn in sliding]
         earlier, self.operations = self.operations, []
         bindings = []
         landed: list[Lease] = []
@@ -219,8 +221,8 @@ class Driver:
                     cache.save_done(number, True)
                 else:
                     landed += cache.load_done(number, True).ready
-        for lease, position in slid:
-            cache.slide(lease, position)
+        if slid:
+            cache.slide_rows(slid, positions)
         if self.events:
             cache.drain_events()
         self.spent += clock() - begin
