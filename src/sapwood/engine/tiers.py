@@ -34,7 +34,7 @@ from sapwood.scheduler import (
     StoreUp,
     Tick,
 )
-from sapwood.store import JobDone, Released, Store, StoreError, timeout_for
+from sapwood.store import Gate, JobDone, Released, Store, StoreError, timeout_for
 
 from .transfer import Kind, Mover
 
@@ -81,6 +81,7 @@ class Tiers:
         self._cache = scheduler.cache
         self._mover = mover
         self._store = store
+        self._gate = Gate() if store is None else store.gate  # shut while a step is at work here
         self._tick = tick_seconds
         self._clock = clock
         self._began = clock()
@@ -109,24 +110,26 @@ class Tiers:
     def begin(self, plan: Plan) -> None:
         """Start the transfers of a plan. Saves see what is on the device now: they take pages of steps that are done,
         so the batch of this plan may run before, after or beside them."""
-        if self._mover is not None:
-            for kind, operations in (("save", plan.saves), ("load", plan.loads)):
-                for operation in operations:
-                    self._moves[operation.op] = kind  # type: ignore[assignment]
-                    self._counts[f"{kind}s"] += 1
-                    self._mover.start(kind, operation.op, operation.pages)  # type: ignore[arg-type]
-        if plan.lookups:
-            self._look_up(plan.lookups)
-        for fetch in plan.fetches:
-            self._counts["fetches"] += 1
-            ticks = self._config.fetch_ticks + self._config.page_ticks * len(fetch.hashes)
-            self._ask("fetch", [fetch], fetch.hashes, fetch.pages, _PROMPTLY * ticks * self._tick)
-        if plan.backups:
-            self._back_up(plan.backups)
+        with self._gate:
+            if self._mover is not None:
+                for kind, operations in (("save", plan.saves), ("load", plan.loads)):
+                    for operation in operations:
+                        self._moves[operation.op] = kind  # type: ignore[assignment]
+                        self._counts[f"{kind}s"] += 1
+                        self._mover.start(kind, operation.op, operation.pages)  # type: ignore[arg-type]
+            if plan.lookups:
+                self._look_up(plan.lookups)
+            for fetch in plan.fetches:
+                self._counts["fetches"] += 1
+                ticks = self._config.fetch_ticks + self._config.page_ticks * len(fetch.hashes)
+                self._ask("fetch", [fetch], fetch.hashes, fetch.pages, _PROMPTLY * ticks * self._tick)
+            if plan.backups:
+                self._back_up(plan.backups)
 
     def poll(self) -> list[Event]:
         """What became known since the last call, and the ticks that have passed. Never waits."""
-        self._collect()
+        with self._gate:
+            self._collect()
         events, self._ready = self._ready, []
         if self._store is not None:
             ticks = math.floor((self._clock() - self._began) / self._tick + 1e-6)

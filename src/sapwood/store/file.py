@@ -88,7 +88,11 @@ class FileBackend(Backend):
     # ---- reading
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        return [os.path.exists(self._path(_digest(name))) for name in names]
+        there = []
+        for name in names:
+            self.gate.give_way()
+            there.append(os.path.exists(self._path(_digest(name))))
+        return there
 
     def get(self, items: Sequence[Item]) -> Iterator[Got]:
         with self._read_turn if items and len(items[0].page) < _SMALL else contextlib.nullcontext():
@@ -107,7 +111,9 @@ class FileBackend(Backend):
                     yield Got(i, b"", MISSING)
                     continue
                 try:
+                    self.gate.give_way()
                     size = self._read(fd, head, item)
+                    self.gate.give_way()
                     if self._written_down(digest, now):
                         used.append(digest)
                     else:
@@ -161,6 +167,7 @@ class FileBackend(Backend):
     def _put_all(self, items: Sequence[Item]) -> Iterator[Kept]:
         new: list[tuple[int, Item, bytes]] = []
         for i, item in enumerate(items):
+            self.gate.give_way()
             digest = _digest(item.name)
             if self._there(digest, _BLOCK + len(item.page)):
                 yield Kept(i, "")
@@ -202,12 +209,14 @@ class FileBackend(Backend):
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             try:
+                self.gate.give_way()
                 size = os.writev(fd, [head, item.page])
                 while size < _BLOCK + len(item.page):  # the disk got full, or a signal came: the rest says which
                     rest = item.page[size - _BLOCK :] if size >= _BLOCK else head[size:]
                     size += os.pwrite(fd, rest, size)
             finally:
                 os.close(fd)
+            self.gate.give_way()
             place = self._path(digest)
             try:
                 os.rename(temporary, place)
@@ -268,6 +277,7 @@ class FileBackend(Backend):
         """Let files go that count at least `over`, or as much as is known. False if nothing went."""
         going: list[bytes] = []
         while over > 0:
+            self.gate.give_way()
             with self._lock:
                 if not self._index:
                     break
@@ -300,6 +310,7 @@ class FileBackend(Backend):
         except OSError:
             return False
         try:
+            self.gate.give_way()
             if os.fstat(fd).st_size != size:
                 return False
             now = time.time()
