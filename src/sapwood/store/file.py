@@ -18,6 +18,7 @@ import mmap
 import os
 import threading
 import time
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -354,12 +355,13 @@ class FileBackend(Backend):
             self._scanned.set()
 
     def _scan(self) -> None:
-        """Look at every file: sets the count right and the order in which files go."""
+        """Look at every file: sets the count right and the order in which files go. There may be a million of them, so
+        nothing is done to all at once that keeps the interpreter meanwhile, as a sort of tuples does."""
         with self._scanning:
             mark = self._ledger.begin_count()
             began = time.time()
-            found: list[tuple[float, bytes, int]] = []
-            total = 0
+            times, costs = array("d"), array("q")
+            digests: list[bytes] = []
             for shard in range(256):
                 if self._closing:
                     return
@@ -374,21 +376,28 @@ class FileBackend(Backend):
                             digest = bytes.fromhex(entry.name)
                         except (FileNotFoundError, ValueError):
                             continue
-                        cost = charge(stat.st_size)
-                        total += cost
-                        found.append((stat.st_mtime, digest, cost))
-            found.sort()
+                        times.append(stat.st_mtime)
+                        costs.append(charge(stat.st_size))
+                        digests.append(digest)
+                        self.gate.give_way()
+            index: OrderedDict[bytes, Known] = OrderedDict()
+            for i in map(int, np.argsort(np.frombuffer(times))) if times else ():
+                index[digests[i]] = Known(costs[i], times[i])
+                self.gate.give_way()
             with self._lock:
-                index = OrderedDict((digest, Known(cost, used)) for used, digest, cost in found)
-                for digest, known in self._index.items():  # what was written or used meanwhile is known better here
+                before = self._index
+                for digest, known in before.items():  # what was written or used meanwhile is known better here
                     if known.used >= began if digest not in index else known.used > index[digest].used:
                         index[digest] = known
                         index.move_to_end(digest)
                 self._index = index
                 self._known = sum(known.charge for known in index.values())
-            self._ledger.end_count(mark, total)
+            self._ledger.end_count(mark, sum(costs))
             self._counted_at = mark.taken
             self._scans += 1
+            while before:
+                before.popitem()
+                self.gate.give_way()
 
     # ---- small things
 
