@@ -3,20 +3,23 @@
 The loop is the real one, on real memory; only the model is missing: an executor answers at once. 64 chats decode, each
 request that ends makes room for another, whose prompt begins as others did. CPU is that of the loop's thread.
 
-A start or poll of transfers takes longer by the wall clock than its own CPU for three reasons:
+A start or poll of transfers takes longer by the wall clock than its own CPU because
 
     it sleeps      for a lock, for Python's own, for a file: all of it counts as blocked by the store
-    it is ready    but a thread of the store has its processor: counts too, for which all CPU that other threads of this
-                   process had meanwhile is taken, and that is never too little
+    it is ready    but a thread of the store has its processor: counts too. Taken for it is all CPU that other threads
+                   of this process had meanwhile: never too little, and too much where there are several processors
                    but another process has its processor: that is not the store's, and is told beside
+    it runs        on a processor that the host of a virtual machine has given to others: told beside too
 
-The kernel tells how long a thread was ready and did not run (schedstat); where it does not, all counts.
+The kernel tells how often a thread slept, and how long it was ready and did not run (schedstat, without which it counts
+as asleep).
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -52,7 +55,8 @@ class Model:
 
 
 class Clocks:
-    """The times of the thread that made it: by the wall, of its CPU, ready but not running, and other threads' CPU."""
+    """Of the thread that made it: how often it slept, the wall clock, its CPU, its time ready but not running, and the
+    CPU of the other threads."""
 
     def __init__(self) -> None:
         self._file: int | None = None
@@ -61,15 +65,16 @@ class Clocks:
         except OSError:
             print("no schedstat here: what other processes take from a step counts as blocked by its store")
 
-    def now(self) -> tuple[float, float, float, float]:
+    def now(self) -> tuple[float, ...]:
         ready = 0.0 if self._file is None else int(os.pread(self._file, 64, 0).split()[1]) * 1e-9
         wall, cpu, process = time.perf_counter(), clock(), time.process_time()
-        return wall, cpu, ready, process - cpu
+        return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw, wall, cpu, ready, process - cpu
 
 
 class Lost(NamedTuple):
     """What a start or poll took by the wall beyond its CPU, and how much of it the store may have to answer for."""
 
+    asleep: float
     blocked: float
     whole: float
 
@@ -93,10 +98,11 @@ class Timed(Tiers):
         self.note(before)
         return events
 
-    def note(self, before: tuple[float, float, float, float]) -> None:
-        wall, cpu, ready, others = (now - then for now, then in zip(self.clocks.now(), before, strict=True))
+    def note(self, before: tuple[float, ...]) -> None:
+        slept, wall, cpu, ready, others = (now - then for now, then in zip(self.clocks.now(), before, strict=True))
         whole = max(0.0, wall - cpu)
-        self.lost.append(Lost(max(0.0, whole - ready) + min(ready, others), whole))
+        asleep = max(0.0, whole - ready) if slept else 0.0
+        self.lost.append(Lost(asleep, asleep + min(ready, others), whole))
 
 
 class Engine:
@@ -184,10 +190,11 @@ def _figures(folder: Path, repeats: int) -> Iterator[Figure]:
     for name in ("hanging", "refusing", "slow", "file"):
         lost = engines[name].tiers.lost
         each = sorted(one.blocked for one in lost)
-        often, whole, alone = each[int(0.999 * len(each))], _longest(lost), _longest(engines["none"].tiers.lost)
+        often, asleep = each[int(0.999 * len(each))], max(one.asleep for one in lost)
+        whole, alone = _longest(lost), _longest(engines["none"].tiers.lost)
         beside = (
-            f"{len(each):,} starts and polls, 99.9 % under {often * 1e3:.2f} ms; with what other processes took "
-            f"{whole * 1e3:.2f} ms, and host alone {alone * 1e3:.2f} ms"
+            f"{len(each):,} starts and polls, 99.9 % under {often * 1e3:.2f} ms; asleep {asleep * 1e3:.2f} at most; "
+            f"with what other processes took {whole * 1e3:.2f}, and host alone {alone * 1e3:.2f}"
         )
         yield Figure(f"  longest that a step was blocked by it ({name})", each[-1] * 1e3, "ms", BLOCK_BAR, beside)
     for engine in engines.values():
