@@ -565,3 +565,22 @@ def test_other_mistakes_are_said():
     store.on_report = None
     Tiers(scheduler, mover, store)
     store.close()
+
+
+def test_a_step_goes_before_the_threads_of_the_store(tmp_path):
+    """While a step begins or polls, the gate of the store is shut; then it is open. When all is over, threads take
+    turns as they did before.
+
+    Mutation: `poll` does not go first, or `close` forgets the interval.
+    """
+    sys.setswitchinterval(0.005)  # Python's own
+    machine = Machine("full", f"memory://{tmp_path}")
+    store, seen = machine.loop.tiers._store, []
+    poll = store.poll
+    store.poll = lambda: (seen.append((store.gate._shut, sys.getswitchinterval())), poll())[1]
+    machine.serve("ann", PROMPT)
+    first = [interval for shut, interval in seen if shut]  # else it looked while it waited, and was in no hurry
+    assert first and not store.gate._shut
+    assert sys.getswitchinterval() < min(first)
+    machine.close()
+    assert sys.getswitchinterval() == pytest.approx(0.005)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -147,6 +148,43 @@ def test_reads_go_before_writes() -> None:
         assert desk.wait(desk.store.get(kit.hashes(0), {"full": [40]}, timeout=3)).run() == 1
         bad.backend.release()
         assert desk.wait(put).run() == 32
+
+
+def test_no_call_waits_for_a_lock_that_a_worker_has() -> None:
+    """A worker loses its processor while it has the lock of the store: jobs are taken and polled all the same, and one
+    whose deadline passes meanwhile is told of afterwards.
+
+    Mutation: `_submit` or `poll` waits for the lock.
+    """
+    with Bad() as bad:
+        desk, store = bad.desk, bad.desk.store
+        desk.put(range(4), ["full"])
+        desk.wipe()
+        told: list[Any] = []
+
+        def step() -> None:
+            told.append(store.get(kit.hashes(*range(4)), {"full": [1, 2, 3, 4]}, timeout=0.01))
+            told.append(store.get([], {"full": []}, timeout=60))
+            time.sleep(0.02)
+            told.append([report.job for report in store.poll()])
+
+        with store._lock:
+            caller = threading.Thread(target=step, daemon=True)
+            caller.start()
+            caller.join(10)
+            assert not caller.is_alive()
+        assert told[2] == [told[1]], "what needs no worker is told at once"
+        assert desk.wait(told[0]).job == told[0] and store.stats()["submitted"] == 3
+        assert desk.get(range(4), ["full"]).run() == 4
+
+
+def test_a_breaker_that_is_being_told_something_lets_nobody_through() -> None:
+    """Nobody waits to be the probe. Mutation: `Breaker.allow` waits for its lock."""
+    breaker = Breaker(failures=1, seconds=1e-9)
+    breaker.failure()
+    with breaker._lock:
+        assert not breaker.allow()
+    assert breaker.allow() and breaker.stats()["refused"] == 1
 
 
 def test_no_call_waits_for_a_hanging_store() -> None:

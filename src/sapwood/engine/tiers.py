@@ -11,6 +11,7 @@ operation until its event, so an event waits until nobody can touch them any mor
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import sys
@@ -34,7 +35,7 @@ from sapwood.scheduler import (
     StoreUp,
     Tick,
 )
-from sapwood.store import JobDone, Released, Store, StoreError, timeout_for
+from sapwood.store import Gate, JobDone, Released, Store, StoreError, timeout_for
 
 from .transfer import Kind, Mover
 
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 
 StoreKind = Literal["lookup", "fetch", "backup"]
 _SWITCH = 0.0002  # seconds for which a thread may keep the interpreter: by default a store could block a step for 5 ms
+_FIRST = 0.001  # the same while a step is at work here
 _PROMPTLY = 0.9  # of the scheduler's patience: what has come by then finds those who wait for it
 _KEYS = 1024  # about so many pages are looked up by one job
 _PEEK = 0.0005  # seconds between two looks at a mover that works on its own: it cannot call
@@ -55,11 +57,29 @@ class _Job(NamedTuple):
     deadline: float
 
 
+class _First(contextlib.AbstractContextManager[None]):
+    """`with` it, a step goes before the threads of a store: they stop where they can. Python itself would have a step
+    let go whenever one of them has waited for `_SWITCH`, and then wait until that one has a processor and takes its
+    turn; so meanwhile they wait for longer."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    def __enter__(self) -> None:
+        self._gate.__enter__()
+        sys.setswitchinterval(_FIRST)
+
+    def __exit__(self, *_: object) -> None:
+        sys.setswitchinterval(_SWITCH)
+        self._gate.__exit__()
+
+
 class Tiers:
     """The tiers of one scheduler, in the hands of a mover and a store. All but `wake` is called by one thread.
 
     The mover's host arena is registered with the store, whose `on_report` is taken. A tick is `tick_seconds` of
-    `clock`; without a store nobody counts ticks. With one, threads of this process take turns every 0.2 ms. A lookup
+    `clock`; without a store nobody counts ticks. With one, threads of this process take turns every 0.2 ms, and every
+    ms while a step begins or polls. A lookup
     and a fetch are given up shortly before the scheduler loses its patience; a backup when it has taken longer than
     its size explains. While the store's breaker is open, the scheduler knows (`StoreUp`) and asks nothing.
     """
@@ -81,6 +101,7 @@ class Tiers:
         self._cache = scheduler.cache
         self._mover = mover
         self._store = store
+        self._first: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         self._tick = tick_seconds
         self._clock = clock
         self._began = clock()
@@ -102,31 +123,34 @@ class Tiers:
                 store.register(name, pages)
             store.on_report = self._signal.set
             self._switch = sys.getswitchinterval()
-            sys.setswitchinterval(min(_SWITCH, self._switch))
+            sys.setswitchinterval(_SWITCH)
+            self._first = _First(store.gate)
 
     # ---- from plan to events
 
     def begin(self, plan: Plan) -> None:
         """Start the transfers of a plan. Saves see what is on the device now: they take pages of steps that are done,
         so the batch of this plan may run before, after or beside them."""
-        if self._mover is not None:
-            for kind, operations in (("save", plan.saves), ("load", plan.loads)):
-                for operation in operations:
-                    self._moves[operation.op] = kind  # type: ignore[assignment]
-                    self._counts[f"{kind}s"] += 1
-                    self._mover.start(kind, operation.op, operation.pages)  # type: ignore[arg-type]
-        if plan.lookups:
-            self._look_up(plan.lookups)
-        for fetch in plan.fetches:
-            self._counts["fetches"] += 1
-            ticks = self._config.fetch_ticks + self._config.page_ticks * len(fetch.hashes)
-            self._ask("fetch", [fetch], fetch.hashes, fetch.pages, _PROMPTLY * ticks * self._tick)
-        if plan.backups:
-            self._back_up(plan.backups)
+        with self._first:
+            if self._mover is not None:
+                for kind, operations in (("save", plan.saves), ("load", plan.loads)):
+                    for operation in operations:
+                        self._moves[operation.op] = kind  # type: ignore[assignment]
+                        self._counts[f"{kind}s"] += 1
+                        self._mover.start(kind, operation.op, operation.pages)  # type: ignore[arg-type]
+            if plan.lookups:
+                self._look_up(plan.lookups)
+            for fetch in plan.fetches:
+                self._counts["fetches"] += 1
+                ticks = self._config.fetch_ticks + self._config.page_ticks * len(fetch.hashes)
+                self._ask("fetch", [fetch], fetch.hashes, fetch.pages, _PROMPTLY * ticks * self._tick)
+            if plan.backups:
+                self._back_up(plan.backups)
 
     def poll(self) -> list[Event]:
         """What became known since the last call, and the ticks that have passed. Never waits."""
-        self._collect()
+        with self._first:
+            self._collect()
         events, self._ready = self._ready, []
         if self._store is not None:
             ticks = math.floor((self._clock() - self._began) / self._tick + 1e-6)
@@ -190,6 +214,7 @@ class Tiers:
             self._mover.close()
         returned = self._store is None or self._store.close(timeout)
         if self._switch:
+            self._first = contextlib.nullcontext()
             sys.setswitchinterval(self._switch)
         self._collect()
         return returned

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .breaker import Breaker, Missing
 from .faulty import Faults, FaultyBackend
+from .gate import Gate
 from .jobs import Store
 from .keys import Fingerprint, GroupLayout
 from .opening import open_store
@@ -15,6 +16,7 @@ __all__ = [
     "Faults",
     "FaultyBackend",
     "Fingerprint",
+    "Gate",
     "GroupLayout",
     "JobDone",
     "Missing",

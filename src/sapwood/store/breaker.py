@@ -38,10 +38,14 @@ class Breaker:
         return "half-open" if self._probing or self._clock() >= self._opened_at + self._seconds else "open"
 
     def allow(self) -> bool:
-        """May something be asked now? In half-open, only the first who comes."""
+        """May something be asked now? In half-open, only the first who comes. Never waits: while somebody tells how a
+        call went, no."""
         if self._opened_at is None:
             return True
-        with self._lock:
+        if not self._lock.acquire(blocking=False):
+            self.refused += 1
+            return False
+        try:
             if self._opened_at is None:
                 return True
             if self._probing or self._clock() < self._opened_at + self._seconds:
@@ -50,6 +54,8 @@ class Breaker:
             self._probing = True
             self.probes += 1
             return True
+        finally:
+            self._lock.release()
 
     def another(self) -> Breaker:
         """One of the same kind, for something else."""

@@ -18,6 +18,7 @@ import mmap
 import os
 import threading
 import time
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -88,7 +89,11 @@ class FileBackend(Backend):
     # ---- reading
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        return [os.path.exists(self._path(_digest(name))) for name in names]
+        there = []
+        for name in names:
+            self.gate.give_way()
+            there.append(os.path.exists(self._path(_digest(name))))
+        return there
 
     def get(self, items: Sequence[Item]) -> Iterator[Got]:
         with self._read_turn if items and len(items[0].page) < _SMALL else contextlib.nullcontext():
@@ -107,7 +112,9 @@ class FileBackend(Backend):
                     yield Got(i, b"", MISSING)
                     continue
                 try:
+                    self.gate.give_way()
                     size = self._read(fd, head, item)
+                    self.gate.give_way()
                     if self._written_down(digest, now):
                         used.append(digest)
                     else:
@@ -161,6 +168,7 @@ class FileBackend(Backend):
     def _put_all(self, items: Sequence[Item]) -> Iterator[Kept]:
         new: list[tuple[int, Item, bytes]] = []
         for i, item in enumerate(items):
+            self.gate.give_way()
             digest = _digest(item.name)
             if self._there(digest, _BLOCK + len(item.page)):
                 yield Kept(i, "")
@@ -202,12 +210,14 @@ class FileBackend(Backend):
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             try:
+                self.gate.give_way()
                 size = os.writev(fd, [head, item.page])
                 while size < _BLOCK + len(item.page):  # the disk got full, or a signal came: the rest says which
                     rest = item.page[size - _BLOCK :] if size >= _BLOCK else head[size:]
                     size += os.pwrite(fd, rest, size)
             finally:
                 os.close(fd)
+            self.gate.give_way()
             place = self._path(digest)
             try:
                 os.rename(temporary, place)
@@ -268,6 +278,7 @@ class FileBackend(Backend):
         """Let files go that count at least `over`, or as much as is known. False if nothing went."""
         going: list[bytes] = []
         while over > 0:
+            self.gate.give_way()
             with self._lock:
                 if not self._index:
                     break
@@ -300,6 +311,7 @@ class FileBackend(Backend):
         except OSError:
             return False
         try:
+            self.gate.give_way()
             if os.fstat(fd).st_size != size:
                 return False
             now = time.time()
@@ -343,12 +355,13 @@ class FileBackend(Backend):
             self._scanned.set()
 
     def _scan(self) -> None:
-        """Look at every file: sets the count right and the order in which files go."""
+        """Look at every file: sets the count right and the order in which files go. There may be a million of them, so
+        nothing is done to all at once that keeps the interpreter meanwhile, as a sort of tuples does."""
         with self._scanning:
             mark = self._ledger.begin_count()
             began = time.time()
-            found: list[tuple[float, bytes, int]] = []
-            total = 0
+            times, costs = array("d"), array("q")
+            digests: list[bytes] = []
             for shard in range(256):
                 if self._closing:
                     return
@@ -363,21 +376,28 @@ class FileBackend(Backend):
                             digest = bytes.fromhex(entry.name)
                         except (FileNotFoundError, ValueError):
                             continue
-                        cost = charge(stat.st_size)
-                        total += cost
-                        found.append((stat.st_mtime, digest, cost))
-            found.sort()
+                        times.append(stat.st_mtime)
+                        costs.append(charge(stat.st_size))
+                        digests.append(digest)
+                        self.gate.give_way()
+            index: OrderedDict[bytes, Known] = OrderedDict()
+            for i in map(int, np.argsort(np.frombuffer(times))) if times else ():
+                index[digests[i]] = Known(costs[i], times[i])
+                self.gate.give_way()
             with self._lock:
-                index = OrderedDict((digest, Known(cost, used)) for used, digest, cost in found)
-                for digest, known in self._index.items():  # what was written or used meanwhile is known better here
+                before = self._index
+                for digest, known in before.items():  # what was written or used meanwhile is known better here
                     if known.used >= began if digest not in index else known.used > index[digest].used:
                         index[digest] = known
                         index.move_to_end(digest)
                 self._index = index
                 self._known = sum(known.charge for known in index.values())
-            self._ledger.end_count(mark, total)
+            self._ledger.end_count(mark, sum(costs))
             self._counted_at = mark.taken
             self._scans += 1
+            while before:
+                before.popitem()
+                self.gate.give_way()
 
     # ---- small things
 

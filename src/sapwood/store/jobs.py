@@ -3,6 +3,9 @@
 exists / get / put --> queue --parts--> workers --> backend (blocks)
      |                   |                 |
   job id or None         '--- deadline ----+--> reports --> poll: JobDone, later Released if it was held
+
+Whoever submits and polls never waits for a worker, not even for a lock: what he hands over and takes is in queues that
+need none, what both count is counted apart, and where only a lock will do he comes back if it is taken.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -104,13 +108,16 @@ class Store:
         self.write_breaker = self.breaker.another()
         self.missing = Missing() if missing is None else missing
         self.on_report = on_report  # called on a worker's thread whenever a part of a job is over
+        self.gate = backend.gate  # `with store.gate:` the workers are not in the way
         self._arenas: dict[str, Arena] = {}
-        self._lock = threading.Lock()
-        self._work = threading.Condition(self._lock)
+        self._lock = threading.Lock()  # of all that is not only the caller's, but for queues, which need none
         self._told = threading.Condition(self._lock)
-        # By kind, jobs with keys that no worker has taken yet, and how many keys those are.
+        self._work: SimpleQueue[None] = SimpleQueue()  # something for each worker that should look for work
+        # By kind, jobs with keys that no worker has taken yet; and the keys of all jobs so far, and of those the ones
+        # that do not wait any more.
         self._queues: dict[Kind, deque[_Job]] = {"exists": deque(), "get": deque(), "put": deque()}
-        self._waiting: dict[Kind, int] = {"exists": 0, "get": 0, "put": 0}
+        self._given: dict[Kind, int] = {"exists": 0, "get": 0, "put": 0}  # only the caller's
+        self._taken: dict[Kind, int] = {"exists": 0, "get": 0, "put": 0}
         self._live: dict[int, _Job] = {}  # not reported
         self._late: dict[int, _Job] = {}  # reported, but the backend has not returned
         self._reports: deque[JobDone | Released] = deque()
@@ -118,9 +125,10 @@ class Store:
         self._jobs = 0
         self._writing = 0  # workers with a put
         self._closed = False
+        self._asked = dict.fromkeys(("submitted", "empty", "dropped", "refused"), 0)  # only the caller's
         self._counts: dict[str, int] = dict.fromkeys(
-            ("submitted", "done", "dropped", "refused", "timeout", "error", "closed", "late",
-             "found", "absent", "hit", "miss", "failed", "stored", "full", "lost", "bytes_read", "bytes_written"), 0
+            ("done", "timeout", "error", "closed", "late", "found", "absent", "hit", "miss", "failed",
+             "stored", "full", "lost", "bytes_read", "bytes_written"), 0
         )  # fmt: skip
         self._bad = dict.fromkeys(REASONS, 0)
         self._threads = [
@@ -161,12 +169,14 @@ class Store:
 
     def poll(self) -> list[JobDone | Released]:
         """All that became known since the last call. Never waits."""
-        if not self._reports and time.monotonic() < self._first_deadline:
-            return []
-        with self._lock:
-            self._expire()
-            reports = list(self._reports)
-            self._reports.clear()
+        if time.monotonic() >= self._first_deadline and self._lock.acquire(blocking=False):  # else the next time
+            try:
+                self._expire()
+            finally:
+                self._lock.release()
+        reports = []
+        while self._reports:  # nobody else takes any
+            reports.append(self._reports.popleft())
         return reports
 
     def wait(self, timeout: float) -> bool:
@@ -204,7 +214,8 @@ class Store:
                     self._give_up(job)
                     if not job.running:
                         self._report(job, "closed")
-                self._work.notify_all()
+                for _ in self._threads:
+                    self._work.put(None)
             while self._alive and time.monotonic() < until:
                 self._told.wait(until - time.monotonic())
             self._expire()
@@ -215,9 +226,10 @@ class Store:
     def stats(self) -> dict[str, Any]:
         """Counts since the start, and how things stand now. Nothing in it is secret."""
         with self._lock:
-            counts = dict(self._counts)
+            counts = {**self._asked, **self._counts}
+            counts["done"] += counts.pop("empty")
             now = {
-                "waiting": sum(self._waiting.values()),
+                "waiting": sum(self._given.values()) - sum(self._taken.values()),
                 "jobs": len(self._live),
                 "held_jobs": len(self._late),
                 "held_pages": sum(len(job.numbers) for job in self._late.values() if job.kind != "exists"),
@@ -241,7 +253,7 @@ class Store:
         for asked in (breaker, self.breaker) if kind == "put" else (breaker,):
             if asked.state == "open" and not self._closed:
                 asked.refused += 1
-                self._counts["refused"] += 1
+                self._asked["refused"] += 1
                 return None
         run = digests(hashes)
         n = len(run) // 32
@@ -264,30 +276,36 @@ class Store:
             raise ValueError(f"timeout must be a number of seconds above 0, got {timeout!r:.60}")
         job = _Job(kind, run, arenas, table, time.monotonic() + timeout)
         keys = len(job.numbers)
-        with self._lock:
-            if self._closed:
-                raise StoreError(f"the store {self._shown} is closed")
-            most = self._queue_pages if kind == "put" else _READS * self._queue_pages
-            if self._waiting[kind] and self._waiting[kind] + keys > most:
-                self._counts["dropped"] += 1
-                return None
-            if keys and not breaker.allow():
-                self._counts["refused"] += 1
-                return None
-            self._jobs = job.id = self._jobs + 1
-            self._counts["submitted"] += 1
-            self._live[job.id] = job
-            if not keys:
-                self._report(job, "")
-                return job.id
-            page = max(arena.page_bytes for arena in arenas)
-            fit = self._backend.part_bytes // page if kind != "exists" else self._backend.part_pages
-            job.part = max(1, min(self._backend.part_pages, fit))
-            self._queues[kind].append(job)
-            self._waiting[kind] += keys
-            self._first_deadline = min(self._first_deadline, job.deadline)
-            self._work.notify(min(len(self._threads), -(-keys // job.part)))
+        if self._closed:
+            raise StoreError(f"the store {self._shown} is closed")
+        most = self._queue_pages if kind == "put" else _READS * self._queue_pages
+        waiting = self._given[kind] - self._taken[kind]
+        if waiting and waiting + keys > most:
+            self._asked["dropped"] += 1
+            return None
+        if keys and not breaker.allow():
+            self._asked["refused"] += 1
+            return None
+        self._jobs = job.id = self._jobs + 1
+        self._asked["submitted"] += 1
+        if not keys:
+            self._asked["empty"] += 1
+            self._reports.append(job.done(""))
+            return job.id
+        page = max(arena.page_bytes for arena in arenas)
+        fit = self._backend.part_bytes // page if kind != "exists" else self._backend.part_pages
+        job.part = max(1, min(self._backend.part_pages, fit))
+        self._live[job.id] = job
+        self._given[kind] += keys
+        self._first_deadline = min(self._first_deadline, job.deadline)
+        self._queues[kind].append(job)  # now the workers may have it
+        self._call(-(-keys // job.part))
         return job.id
+
+    def _call(self, workers: int) -> None:
+        """Have so many look for work. As many calls as there are workers are enough: each looks after it was called."""
+        for _ in range(min(workers, len(self._threads) - self._work.qsize())):
+            self._work.put(None)
 
     # ---- under the lock
 
@@ -306,7 +324,7 @@ class Store:
         job.over = True
         left = len(job.numbers) - job.next
         if left:
-            self._waiting[job.kind] -= left
+            self._taken[job.kind] += left
             job.next = len(job.numbers)
             self._queues[job.kind].remove(job)
 
@@ -341,15 +359,16 @@ class Store:
 
     def _loop(self) -> None:
         while True:
+            self.gate.give_way()
             with self._lock:
                 taken = self._take()
-                while taken is None and not self._closed:
-                    self._work.wait()
-                    taken = self._take()
-                if taken is None:
+                if taken is None and self._closed:
                     self._leaving += 1
                     last = self._leaving == len(self._threads)
                     break
+            if taken is None:
+                self._work.get()
+                continue
             job, low, high = taken
             why = ""
             try:
@@ -384,7 +403,7 @@ class Store:
         job.next = high = min(low + job.part, len(job.numbers))
         job.running += 1
         job.begun = True
-        self._waiting[job.kind] -= high - low
+        self._taken[job.kind] += high - low
         if high < len(job.numbers):
             queue.append(job)
         return job, low, high
@@ -395,7 +414,7 @@ class Store:
         if job.kind == "put":
             self._writing -= 1
             if self._queues["put"]:
-                self._work.notify()
+                self._call(1)
         if why:
             job.why = why
             job.broken += 1
@@ -466,6 +485,7 @@ class Store:
                     known["bytes_read"] += size
             if job.over or time.monotonic() >= job.deadline:
                 break
+            self.gate.give_way()
 
     def _put(self, job: _Job, low: int, items: list[Item], known: Counter[str]) -> None:
         for at, lost in self._backend.put(items):
@@ -483,3 +503,4 @@ class Store:
                     known["bytes_written"] += len(items[at].page)
             if job.over or time.monotonic() >= job.deadline:
                 break
+            self.gate.give_way()

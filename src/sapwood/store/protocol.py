@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from .gate import Gate
 from .values import Item
 
 Kind = Literal["exists", "get", "put"]
@@ -95,6 +97,12 @@ class Backend(ABC):
     workers = 2  # threads that a store gives it
     part_pages = 32  # a job is given to it in parts of at most so many pages ...
     part_bytes = 8 << 20  # ... and bytes, if a page is not larger
+
+    @cached_property
+    def gate(self) -> Gate:
+        """A call that does much in Python itself gives way here as often as it can: the store does so after every page
+        of `get` and `put`."""
+        return Gate()
 
     def register(self, group: str, array: NDArray[np.uint8]) -> None:  # noqa: B027
         """Host memory that pages will be read from and written to."""
