@@ -6,19 +6,21 @@
                       |                    |                    too small     |
                       +------- else -------+---- too late, failed: -----------+----> the request waits to come in
 
-A request that is fetching holds nothing; whoever is behind it goes on. An operation belongs to the cache, not to those
-who wait for it: they may end or lose patience, and it still keeps its pages until its event comes. What host has been
-given is backed up.
+A request that is fetching holds nothing of the device; whoever is behind it goes on. An operation belongs to the cache,
+not to those who wait for it: they may end or lose patience, and it still keeps its pages until its event comes. What it
+brings stays on host for them until they come in (`claims.py`). What host has been given is backed up.
 """
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 
 from sapwood.cache import Binding, HybridPrefixCache, Namespace, Span, StoreOperation
 
+from .claims import Claims
 from .config import SchedulerConfig
 from .events import BackupDone, FetchDone, LookupDone, ProtocolError
 from .queue import Queue
@@ -40,7 +42,7 @@ class Lookup(NamedTuple):
 class _Search:
     """One lookup, and then perhaps one fetch, for everybody who lacks the same pages."""
 
-    __slots__ = ("cut", "deadline", "first", "hashes", "pages", "seeker", "waiters")
+    __slots__ = ("cut", "deadline", "first", "hashes", "left", "pages", "seeker", "waiters")
 
     def __init__(self, seeker: Request, first: int, hashes: list[bytes]) -> None:
         self.seeker = seeker  # whose prompt it is
@@ -50,6 +52,7 @@ class _Search:
         self.cut = False  # it asks again, for what host can take
         self.pages = 0  # that are fetched, once they are
         self.waiters: dict[Request, bool] = {}  # and whether each has looked before, and joined another then
+        self.left: list[Request] = []  # waited too long; what comes is of use to them if they have not come in by then
 
 
 class Prefetch:
@@ -57,6 +60,7 @@ class Prefetch:
         self.config = config
         self.cache = cache
         self.waiting = waiting
+        self.claims = Claims(cache)
         self.ticks = 0
         self.up = True  # whether the store answers
         self.fresh: list[Request] = []  # have not been looked at
@@ -78,6 +82,7 @@ class Prefetch:
     def stats(self) -> dict[str, int]:
         """Operations under way, and what was done so far."""
         under_way = {"looking": len(self.looking), "fetching": len(self.fetching), "backing": len(self.backing)}
+        under_way["staying"] = self.claims.held
         return {**under_way, **self.counts}
 
     # ---- plans
@@ -143,6 +148,7 @@ class Prefetch:
         for search in list(dict.fromkeys(self.seeking.values())):
             if search.deadline <= self.ticks:
                 self.counts["late"] += 1
+                search.left = list(search.waiters)
                 self._over(search)
 
     def lookup_done(self, event: LookupDone) -> None:
@@ -192,14 +198,19 @@ class Prefetch:
         self._ok(event)
         self._pages(event, search.pages)
         del self.fetching[event.op]
-        wanted = bool(search.waiters) or event.pages == search.pages  # a part of it is of use to those who wait alone
+        waiting = [*search.waiters, *(request for request in search.left if request.phase is WAITING and request.host)]
+        wanted = bool(waiting) or event.pages == search.pages  # a part of it is of use to those who wait alone
         landed = self.cache.fetch_done(event.op, event.ok and wanted, event.pages)
-        self._over(search, search.first + event.pages if landed else 0)
+        reached = search.first + event.pages if landed else 0
+        for request in sorted(waiting, key=attrgetter("key")) if reached else ():
+            self.claims.make(request, reached)
+        self._over(search, reached)
 
     def back_up(self, span: Span | None) -> None:
         """Host has these pages now: so shall the store."""
         if not self.config.store or span is None:
             return
+        self.claims.changed = True
         if not self.up:
             self.counts["not_backed_up"] += 1
         else:

@@ -79,6 +79,8 @@ class Scheduler:
         book = self._book
         if book.prefetch.fresh and book.flight is None:
             book.prefetch.look()
+        if book.prefetch.claims.changed and book.flight is None:
+            book.prefetch.claims.look_again()
         if book.flight is not None:
             plan = Plan()
         else:

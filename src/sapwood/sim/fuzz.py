@@ -72,6 +72,7 @@ class Report:
     partial: int = 0  # fetches of which a part came
     lost: int = 0  # ... and nothing that was of use
     late: int = 0  # deadlines that passed
+    stays: int = 0  # what was fetched, held on host for one that waits
 
     def __str__(self) -> str:
         ends = ", ".join(f"{n} {reason}" for reason, n in sorted(self.ended.items()))
@@ -80,7 +81,8 @@ class Report:
             f"{self.requests} requests ({ends}; {self.refused} refused), {self.retractions} retractions, "
             f"{self.evictions} evictions of namespaces, {self.transfers} transfers, {self.events} events, "
             f"{self.backups} backups, {self.fetches} fetches ({self.fetched} pages; {self.joined} joined, "
-            f"{self.shortened} shortened, {self.partial} in part, {self.lost} lost), {self.late} deadlines missed, "
+            f"{self.shortened} shortened, {self.partial} in part, {self.lost} lost), {self.stays} stays, "
+            f"{self.late} deadlines missed, "
             f"prompt tokens {self.cached} cached, {self.computed} computed, {self.recomputed} again"
         )
 
@@ -215,6 +217,7 @@ class Fuzz:
             joined=store["joined"],
             shortened=store["shortened"],
             late=store["late"],
+            stays=transfers["stays"],
             **self.counts,
         )
 
@@ -304,6 +307,7 @@ class Fuzz:
             self.move(1.0)
         assert plan.empty and not plan.ended, "a plan for nobody"
         stats = self.cache.stats()
+        assert not any(stats["staying"].values()), f"pages stay for nobody: {stats['staying']}"
         assert not stats["leases"] and not stats["unhooked"], f"held by nobody: {stats}"
         for name, tiers in stats["pages"].items():
             for pages in tiers.values():
@@ -592,6 +596,8 @@ class Fuzz:
         self.cache.check()
         old = any(r.epoch != self.epochs.get(r.spec.namespace, 0) for r in self.live.values())
         under_way = self.scheduler.stats()
+        waiting = under_way["waiting"] + under_way["fetching"]
+        assert under_way["store"]["staying"] <= waiting, "pages stay on host for somebody who does not wait"
         if not self.flying and not old and not under_way["transfers"] and not under_way["store"]["backing"]:
             stats = self.cache.stats()
             held = sum(tiers["device"]["unhooked"] for tiers in stats["pages"].values())
