@@ -495,9 +495,10 @@ class HybridPrefixCache:
         wait, because host lacks pages above it, comes with a later call."""
         return self._stored.begin_backups(span)
 
-    def backup_done(self, op: int, ok: bool) -> None:
-        """A backup is over."""
-        self._stored.backup_done(op, ok)
+    def backup_done(self, op: int, ok: bool) -> Span | None:
+        """A backup is over. If it failed, what it was to keep: to be given to `begin_backups` again at any time, which
+        takes what host has of it then. None if it was kept, or its namespace is gone."""
+        return self._stored.backup_done(op, ok)
 
     # ---- questions
 

@@ -8,7 +8,8 @@
 
 A request that is fetching holds nothing of the device; whoever is behind it goes on. An operation belongs to the cache,
 not to those who wait for it: they may end or lose patience, and it still keeps its pages until its event comes. What it
-brings stays on host for them until they come in (`claims.py`). What host has been given is backed up.
+brings stays on host for them until they come in (`claims.py`). What host has been given is backed up, and offered
+again where that failed (`owed.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from sapwood.cache import Binding, HybridPrefixCache, Namespace, Span, StoreOper
 from .claims import Claims
 from .config import SchedulerConfig
 from .events import BackupDone, FetchDone, LookupDone, ProtocolError
+from .owed import Owed
 from .queue import Queue
 from .request import WAITING, Request
 
@@ -70,9 +72,10 @@ class Prefetch:
         self.looking: dict[int, _Search] = {}  # by operation
         self.fetching: dict[int, _Search] = {}
         self.backing: set[int] = set()
+        self.owed = Owed()
         self.by_hash: dict[bytes, _Search] = {}  # first missing page -> who is after it
         self.seeking: dict[Request, _Search] = {}  # who waits for what
-        self.counts = {"lookups": 0, "joined": 0, "hits": 0, "shortened": 0, "late": 0, "not_backed_up": 0}
+        self.counts = {"lookups": 0, "joined": 0, "hits": 0, "shortened": 0, "late": 0}
 
     @property
     def waiters(self) -> int:
@@ -82,8 +85,8 @@ class Prefetch:
     def stats(self) -> dict[str, int]:
         """Operations under way, and what was done so far."""
         under_way = {"looking": len(self.looking), "fetching": len(self.fetching), "backing": len(self.backing)}
-        under_way["staying"] = self.claims.held
-        return {**under_way, **self.counts}
+        waiting = {"staying": self.claims.held, "owed": len(self.owed.entries)}
+        return {**under_way, **waiting, **self.counts, **self.owed.counts}
 
     # ---- plans
 
@@ -134,9 +137,14 @@ class Prefetch:
         return taken
 
     def wake_in(self) -> int | None:
-        """Ticks until somebody has waited long enough; None if nobody waits for the store."""
+        """Ticks until somebody has waited long enough, or something can be offered to the store again; None if there is
+        nobody and nothing."""
         deadlines = [search.deadline for search in self.seeking.values()]
-        return max(1, min(deadlines) - self.ticks) if deadlines else None
+        wakes = [max(1, min(deadlines) - self.ticks)] if deadlines else []
+        again = self.owed.wake_in(self.ticks) if self.up else None
+        if again is not None:
+            wakes.append(again)
+        return min(wakes, default=None)
 
     # ---- events
 
@@ -150,6 +158,12 @@ class Prefetch:
                 self.counts["late"] += 1
                 search.left = list(search.waiters)
                 self._over(search)
+
+    def store_is(self, up: bool) -> None:
+        """The store answers, or does not."""
+        self.up = up
+        if up:
+            self.owed.resume(self.ticks)
 
     def lookup_done(self, event: LookupDone) -> None:
         search = self.looking.get(event.op)
@@ -211,19 +225,36 @@ class Prefetch:
         if not self.config.store or span is None:
             return
         self.claims.changed = True
-        if not self.up:
-            self.counts["not_backed_up"] += 1
+        if self.up:
+            self._begin_backups(span)
         else:
-            for operation in self.cache.begin_backups(span):
-                self.backing.add(operation.op)
-                self.backups.append(operation)
+            self.owed.add(span, self.ticks)
+
+    def offer_again(self) -> None:
+        """Before a plan: some of what the store has not got, if it answers. What has left host meanwhile, or whose
+        namespace is gone, is not there to be begun."""
+        if self.up:
+            for entry in self.owed.due(self.ticks):
+                for op in self._begin_backups(entry.span):
+                    self.owed.tries(op, entry.tries)
+
+    def _begin_backups(self, span: Span) -> list[int]:
+        begun = self.cache.begin_backups(span)
+        ops = [operation.op for operation in begun]
+        self.backing.update(ops)
+        self.backups += begun
+        return ops
 
     def backup_done(self, event: BackupDone) -> None:
         if event.op not in self.backing or any(backup.op == event.op for backup in self.backups):
             raise ProtocolError(f"BackupDone: no backup with number {event.op!r:.40} is under way")
         self._ok(event)
         self.backing.remove(event.op)
-        self.cache.backup_done(event.op, event.ok)
+        span = self.cache.backup_done(event.op, event.ok)
+        if event.ok:
+            self.owed.got_through(event.op)
+        else:
+            self.owed.failed(event.op, span, self.ticks)
 
     # ---- those who wait
 
