@@ -465,7 +465,7 @@ def test_t07_abort_while_looking():
 
 def test_t08_of_a_store_that_is_down_nothing_is_asked():
     """Told that the store does not answer, the scheduler looks up nothing and backs up nothing, and requests compute at
-    once; told that it does, it asks again.
+    once; told that it does, it asks again, and what was saved meanwhile is backed up.
 
     Mutation: `Prefetch._look_for` or `Prefetch.back_up` does not look at `up`.
     """
@@ -478,8 +478,12 @@ def test_t08_of_a_store_that_is_down_nothing_is_asked():
         plan = shop.turn()
         assert not plan.lookups and plan.batch.ids == [id]
         shop.see_to(id)
-    assert len(shop.depot.values) == known and shop.scheduler.stats()["store"]["not_backed_up"] == 2
+    assert len(shop.depot.values) == known and shop.scheduler.stats()["store"]["owed"] == 2
     shop.tell(StoreUp(True))
+    assert len(shop.turn().backups) == 2 and not shop.scheduler.stats()["store"]["owed"]
+    shop.land("backup")
+    known = len(shop.depot.values)
+    assert shop.depot.there("full", shop.cache.page_hashes(BASE, other)).all()
     assert looking(shop, "eve", toks(7, 6 * PAGE + 1)).start_page == 0
     shop.see_to("eve")
     assert len(shop.depot.values) > known

@@ -11,6 +11,7 @@ from .load import Landed
 from .namespace import Namespace
 from .pool import PoolError
 from .publish import Replaced
+from .stays import Stayed
 from .steps import Commit
 from .stored import Missing, StoreOperation
 from .tokens import token_bytes
@@ -38,6 +39,7 @@ __all__ = [
     "PoolError",
     "Replaced",
     "Span",
+    "Stayed",
     "StoreOperation",
     "register_family",
     "token_bytes",

@@ -13,6 +13,7 @@ from .lease import Holder, Lease
 from .load import Loads
 from .node import Node, Root
 from .pool import FLIGHT, FREE, LEASE, TREE, UNHOOKED, Ids
+from .stays import Stays
 from .steps import Steps
 from .stored import Stored
 from .transfer import Transfer
@@ -21,16 +22,19 @@ from .tree import Tree, as_ids
 _HASHED_PAGES = 3000  # verify the hashes of trees up to this size
 
 
-def check(tree: Tree, loads: Loads, stored: Stored, steps: Steps, leases: dict[Lease, None]) -> None:
+def check(tree: Tree, loads: Loads, stored: Stored, stays: Stays, steps: Steps, leases: dict[Lease, None]) -> None:
     """Raise AssertionError with what is wrong."""
-    _Check(tree, loads, stored, steps, leases).run()
+    _Check(tree, loads, stored, stays, steps, leases).run()
 
 
 class _Check:
-    def __init__(self, tree: Tree, loads: Loads, stored: Stored, steps: Steps, leases: dict[Lease, None]) -> None:
+    def __init__(
+        self, tree: Tree, loads: Loads, stored: Stored, stays: Stays, steps: Steps, leases: dict[Lease, None]
+    ) -> None:
         self.tree = tree
         self.loads = loads
         self.stored = stored
+        self.stays = stays
         self.steps = steps
         self.leases = leases
         self.owner = [[np.zeros(p.capacity + 1, np.uint8) for p in row] for row in tree.pools]
@@ -63,6 +67,7 @@ class _Check:
                 self._own(HOST, g, targets[targets != 0], FLIGHT, f"fetch {fetch.op}")
         for op, holder in self.stored.backups.items():
             assert holder in holder.root.holders, f"backup {op} holds nothing"
+        self._staying()
         self._pools()
         self._holds()
         self._queues()
@@ -183,6 +188,25 @@ class _Check:
         if not holder.detached:
             for tier in holder.tiers:
                 self.pins[tier][holder.node] += 1
+
+    def _staying(self) -> None:
+        held: list[set[int]] = [set() for _ in self.tree.groups]
+        for stay, holder in self.stays.live.items():
+            assert holder in holder.root.holders and not holder.detached, f"stay {stay} holds nothing"
+            for (_, g), ids in holder.pages.items():
+                held[g].update(ids.tolist())
+                path = self.tree.cover(holder.node, 0, holder.node.end)
+                there = {page for node, _, _ in path for page in self._ids(node, g)}
+                assert there.issuperset(ids.tolist()), f"stay {stay}: a page of {self.tree.groups[g].name} is gone"
+        for g, pages in enumerate(held):
+            name, counted, most = self.tree.groups[g].name, self.stays.held[g], self.stays.limits[g]
+            assert len(pages) == counted, f"{name}: {len(pages)} host pages stay, {counted} are counted"
+            assert counted <= most, f"{name}: {counted} host pages stay, no more than {most} may"
+
+    def _ids(self, node: Node, g: int) -> list[int]:
+        """The host pages of a group at a node."""
+        pages = self.tree.copy_in(node, HOST).pages[g]
+        return [pages] if g in self.tree.slots else as_ids(pages or b"").tolist()
 
     def _saves(self) -> None:
         marked: dict[Node, list[Transfer]] = {}

@@ -31,6 +31,7 @@ from .publish import Publisher
 from .room import Room
 from .save import Saves
 from .snapshots import Snapshots
+from .stays import Stayed, Stays
 from .steps import Commit, Steps
 from .stored import Missing, Stored, StoreOperation
 from .tokens import token_bytes
@@ -76,6 +77,7 @@ class HybridPrefixCache:
         self._loads = Loads(tree, self._ledger)
         self._stored = Stored(tree, self._room, self._ledger, self._saves)
         self._matcher = Matcher(tree)
+        self._stays = Stays(tree, self._matcher, self._ledger)
         self._desk = Desk(tree, self._room, self._loads)
         self._follower = Follower(tree, self._matcher)
         self._publisher = Publisher(tree, save_pages)
@@ -114,6 +116,7 @@ class HybridPrefixCache:
         if root is None:
             self._tree.ghosts.forget(namespace.digest())
             return False
+        self._stays.leave(root)
         unhook(self._tree, root, silently=False)
         return True
 
@@ -121,6 +124,7 @@ class HybridPrefixCache:
         """Forget every namespace."""
         tree = self._tree
         for root in list(tree.roots.values()):
+            self._stays.leave(root)
             unhook(tree, root, silently=True)
         tree.ghosts.clear()
         if tree.announcing:
@@ -475,14 +479,28 @@ class HybridPrefixCache:
         Returns whether any of it was of use."""
         return self._stored.fetch_done(op, ok, pages)
 
+    def begin_stay(self, binding: Binding, tokens: Tokens, upto: int) -> Stayed:
+        """Keep on host what is there of the first `upto` pages of a prompt, for a request that waits to come in, until
+        `end_stay` or the end of its namespace. Stays have no more than half of the host pages of any group together:
+        `short` tells that this one could have had more. Nothing is held (0) where host has nothing of use, or lacks
+        pages above it."""
+        self._bound(binding)
+        whole_number("upto", upto, 0, 1 << 30)
+        return self._stays.begin(binding, self._raw(tokens), upto)
+
+    def end_stay(self, stay: int) -> None:
+        """What stayed can be evicted again. Nothing happens if it has ended already, or was nothing (0)."""
+        self._stays.end(stay)
+
     def begin_backups(self, span: Span) -> list[StoreOperation]:
         """Start to copy to the store what `save_done` has returned; it stays on host until `backup_done`. What must
         wait, because host lacks pages above it, comes with a later call."""
         return self._stored.begin_backups(span)
 
-    def backup_done(self, op: int, ok: bool) -> None:
-        """A backup is over."""
-        self._stored.backup_done(op, ok)
+    def backup_done(self, op: int, ok: bool) -> Span | None:
+        """A backup is over. If it failed, what it was to keep: to be given to `begin_backups` again at any time, which
+        takes what host has of it then. None if it was kept, or its namespace is gone."""
+        return self._stored.backup_done(op, ok)
 
     # ---- questions
 
@@ -571,6 +589,7 @@ class HybridPrefixCache:
             "reasons": dict(self._reasons),
             "transfers": dict(self._ledger.counts),
             "steps": {**self._steps.counts, **self._snapshots.counts},
+            "staying": {group.name: held for group, held in zip(self.groups, self._stays.held, strict=True)},
             "nodes": tree.nodes,
             "leases": len(self._leases),
             "ghosts": {"entries": len(tree.ghosts), "bytes": tree.ghosts.used_bytes, "limit": tree.ghosts.limit_bytes},
@@ -583,7 +602,7 @@ class HybridPrefixCache:
 
     def check(self) -> None:
         """Raise AssertionError, saying what is wrong, if an invariant does not hold. Slow: for tests."""
-        checking.check(self._tree, self._loads, self._stored, self._steps, self._leases)
+        checking.check(self._tree, self._loads, self._stored, self._stays, self._steps, self._leases)
 
     def watch(self, seen: Callable[[str, str, str, Ids], None]) -> None:
         """Call `seen(group, tier, "taken" | "freed", pages)` whenever pages change hands with a pool: for checkers."""

@@ -280,12 +280,13 @@ class Stored:
         pages = {tree.groups[g].name: spread(where[g], ids, first, last) for (_, g), ids in held.items()}
         return [StoreOperation(op, node.root.namespace, first, self._hashes_on(anchor, first, last), pages)]
 
-    def backup_done(self, op: int, ok: bool) -> None:
+    def backup_done(self, op: int, ok: bool) -> Span | None:
         holder = self.backups.pop(op, None)
         if holder is None:
             raise ValueError(f"no backup with number {op!r} is under way")
         self.ledger.counts["backups_failed"] += not ok
         holder.let_go(self.tree)
+        return None if ok or holder.detached else Span(*holder.columns, holder.node)
 
     def _whole_on_host(self, node: Node) -> int:
         """To which depth of the path to `node` host has every page of closed groups."""

@@ -81,6 +81,7 @@ class Ledger:
             "fetches_failed": 0,
             "fetches_skipped": 0,
             "pages_fetched": 0,
+            "stays": 0,
             "backups": 0,
             "backups_failed": 0,
             "backups_dropped": 0,

@@ -85,6 +85,8 @@ class Book:
         request.slot = self.tables.take_slot()
         request.overtaken, request.tried = 0, None
         self.owners[lease] = request
+        if self.prefetch.claims.of:
+            self.prefetch.claims.drop(request)
         if lease.waits:
             request.happens("admission to load")
             self.transfers.load(operation)
@@ -155,6 +157,8 @@ class Book:
             self.loading.remove(request)
         elif phase is FETCHING:
             self.prefetch.forget(request)
+        if self.prefetch.claims.of:
+            self.prefetch.claims.drop(request)
         lease = request.lease
         if lease is not None:
             reading = flight.step if flight is not None and running else None

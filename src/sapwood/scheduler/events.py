@@ -86,8 +86,8 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class StoreUp:
-    """Whether the store answers; it does until told otherwise. While it does not, nothing new is asked of it, and what
-    comes to host meanwhile is not backed up."""
+    """Whether the store answers; it does until told otherwise. While it does not, nothing new is asked of it; what
+    comes to host meanwhile is backed up when it does, if host still has it then."""
 
     up: bool
 

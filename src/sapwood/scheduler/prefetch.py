@@ -6,21 +6,25 @@
                       |                    |                    too small     |
                       +------- else -------+---- too late, failed: -----------+----> the request waits to come in
 
-A request that is fetching holds nothing; whoever is behind it goes on. An operation belongs to the cache, not to those
-who wait for it: they may end or lose patience, and it still keeps its pages until its event comes. What host has been
-given is backed up.
+A request that is fetching holds nothing of the device; whoever is behind it goes on. An operation belongs to the cache,
+not to those who wait for it: they may end or lose patience, and it still keeps its pages until its event comes. What it
+brings stays on host for them until they come in (`claims.py`). What host has been given is backed up, and offered
+again where that failed (`owed.py`).
 """
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 
 from sapwood.cache import Binding, HybridPrefixCache, Namespace, Span, StoreOperation
 
+from .claims import Claims
 from .config import SchedulerConfig
 from .events import BackupDone, FetchDone, LookupDone, ProtocolError
+from .owed import Owed
 from .queue import Queue
 from .request import WAITING, Request
 
@@ -40,7 +44,7 @@ class Lookup(NamedTuple):
 class _Search:
     """One lookup, and then perhaps one fetch, for everybody who lacks the same pages."""
 
-    __slots__ = ("cut", "deadline", "first", "hashes", "pages", "seeker", "waiters")
+    __slots__ = ("cut", "deadline", "first", "hashes", "left", "pages", "seeker", "waiters")
 
     def __init__(self, seeker: Request, first: int, hashes: list[bytes]) -> None:
         self.seeker = seeker  # whose prompt it is
@@ -50,6 +54,7 @@ class _Search:
         self.cut = False  # it asks again, for what host can take
         self.pages = 0  # that are fetched, once they are
         self.waiters: dict[Request, bool] = {}  # and whether each has looked before, and joined another then
+        self.left: list[Request] = []  # waited too long; what comes is of use to them if they have not come in by then
 
 
 class Prefetch:
@@ -57,6 +62,7 @@ class Prefetch:
         self.config = config
         self.cache = cache
         self.waiting = waiting
+        self.claims = Claims(cache)
         self.ticks = 0
         self.up = True  # whether the store answers
         self.fresh: list[Request] = []  # have not been looked at
@@ -66,9 +72,10 @@ class Prefetch:
         self.looking: dict[int, _Search] = {}  # by operation
         self.fetching: dict[int, _Search] = {}
         self.backing: set[int] = set()
+        self.owed = Owed()
         self.by_hash: dict[bytes, _Search] = {}  # first missing page -> who is after it
         self.seeking: dict[Request, _Search] = {}  # who waits for what
-        self.counts = {"lookups": 0, "joined": 0, "hits": 0, "shortened": 0, "late": 0, "not_backed_up": 0}
+        self.counts = {"lookups": 0, "joined": 0, "hits": 0, "shortened": 0, "late": 0}
 
     @property
     def waiters(self) -> int:
@@ -78,7 +85,8 @@ class Prefetch:
     def stats(self) -> dict[str, int]:
         """Operations under way, and what was done so far."""
         under_way = {"looking": len(self.looking), "fetching": len(self.fetching), "backing": len(self.backing)}
-        return {**under_way, **self.counts}
+        waiting = {"staying": self.claims.held, "owed": len(self.owed.entries)}
+        return {**under_way, **waiting, **self.counts, **self.owed.counts}
 
     # ---- plans
 
@@ -129,9 +137,14 @@ class Prefetch:
         return taken
 
     def wake_in(self) -> int | None:
-        """Ticks until somebody has waited long enough; None if nobody waits for the store."""
+        """Ticks until somebody has waited long enough, or something can be offered to the store again; None if there is
+        nobody and nothing."""
         deadlines = [search.deadline for search in self.seeking.values()]
-        return max(1, min(deadlines) - self.ticks) if deadlines else None
+        wakes = [max(1, min(deadlines) - self.ticks)] if deadlines else []
+        again = self.owed.wake_in(self.ticks) if self.up else None
+        if again is not None:
+            wakes.append(again)
+        return min(wakes, default=None)
 
     # ---- events
 
@@ -143,7 +156,14 @@ class Prefetch:
         for search in list(dict.fromkeys(self.seeking.values())):
             if search.deadline <= self.ticks:
                 self.counts["late"] += 1
+                search.left = list(search.waiters)
                 self._over(search)
+
+    def store_is(self, up: bool) -> None:
+        """The store answers, or does not."""
+        self.up = up
+        if up:
+            self.owed.resume(self.ticks)
 
     def lookup_done(self, event: LookupDone) -> None:
         search = self.looking.get(event.op)
@@ -192,27 +212,49 @@ class Prefetch:
         self._ok(event)
         self._pages(event, search.pages)
         del self.fetching[event.op]
-        wanted = bool(search.waiters) or event.pages == search.pages  # a part of it is of use to those who wait alone
+        waiting = [*search.waiters, *(request for request in search.left if request.phase is WAITING and request.host)]
+        wanted = bool(waiting) or event.pages == search.pages  # a part of it is of use to those who wait alone
         landed = self.cache.fetch_done(event.op, event.ok and wanted, event.pages)
-        self._over(search, search.first + event.pages if landed else 0)
+        reached = search.first + event.pages if landed else 0
+        for request in sorted(waiting, key=attrgetter("key")) if reached else ():
+            self.claims.make(request, reached)
+        self._over(search, reached)
 
     def back_up(self, span: Span | None) -> None:
         """Host has these pages now: so shall the store."""
         if not self.config.store or span is None:
             return
-        if not self.up:
-            self.counts["not_backed_up"] += 1
+        self.claims.changed = True
+        if self.up:
+            self._begin_backups(span)
         else:
-            for operation in self.cache.begin_backups(span):
-                self.backing.add(operation.op)
-                self.backups.append(operation)
+            self.owed.add(span, self.ticks)
+
+    def offer_again(self) -> None:
+        """Before a plan: some of what the store has not got, if it answers. What has left host meanwhile, or whose
+        namespace is gone, is not there to be begun."""
+        if self.up:
+            for entry in self.owed.due(self.ticks):
+                for op in self._begin_backups(entry.span):
+                    self.owed.tries(op, entry.tries)
+
+    def _begin_backups(self, span: Span) -> list[int]:
+        begun = self.cache.begin_backups(span)
+        ops = [operation.op for operation in begun]
+        self.backing.update(ops)
+        self.backups += begun
+        return ops
 
     def backup_done(self, event: BackupDone) -> None:
         if event.op not in self.backing or any(backup.op == event.op for backup in self.backups):
             raise ProtocolError(f"BackupDone: no backup with number {event.op!r:.40} is under way")
         self._ok(event)
         self.backing.remove(event.op)
-        self.cache.backup_done(event.op, event.ok)
+        span = self.cache.backup_done(event.op, event.ok)
+        if event.ok:
+            self.owed.got_through(event.op)
+        else:
+            self.owed.failed(event.op, span, self.ticks)
 
     # ---- those who wait
 

@@ -79,6 +79,10 @@ class Scheduler:
         book = self._book
         if book.prefetch.fresh and book.flight is None:
             book.prefetch.look()
+        if book.prefetch.claims.changed and book.flight is None:
+            book.prefetch.claims.look_again()
+        if book.prefetch.owed.entries and book.flight is None:
+            book.prefetch.offer_again()
         if book.flight is not None:
             plan = Plan()
         else:
@@ -124,7 +128,7 @@ class Scheduler:
         elif isinstance(event, StoreUp):
             if type(event.up) is not bool:
                 raise ProtocolError(f"StoreUp: up must be True or False, got {event.up!r:.40}")
-            self._book.prefetch.up = event.up
+            self._book.prefetch.store_is(event.up)
         else:
             raise ProtocolError(f"advance takes events of sapwood.scheduler, got {event!r:.60}")
 

@@ -72,6 +72,8 @@ class Report:
     partial: int = 0  # fetches of which a part came
     lost: int = 0  # ... and nothing that was of use
     late: int = 0  # deadlines that passed
+    stays: int = 0  # what was fetched, held on host for one that waits
+    again: int = 0  # backups of what the store had not kept
 
     def __str__(self) -> str:
         ends = ", ".join(f"{n} {reason}" for reason, n in sorted(self.ended.items()))
@@ -79,8 +81,10 @@ class Report:
             f"{self.digest[:16]}  {self.layout}, seed {self.seed}: {self.steps} steps ({self.failed_steps} failed), "
             f"{self.requests} requests ({ends}; {self.refused} refused), {self.retractions} retractions, "
             f"{self.evictions} evictions of namespaces, {self.transfers} transfers, {self.events} events, "
-            f"{self.backups} backups, {self.fetches} fetches ({self.fetched} pages; {self.joined} joined, "
-            f"{self.shortened} shortened, {self.partial} in part, {self.lost} lost), {self.late} deadlines missed, "
+            f"{self.backups} backups ({self.again} again), "
+            f"{self.fetches} fetches ({self.fetched} pages; {self.joined} joined, "
+            f"{self.shortened} shortened, {self.partial} in part, {self.lost} lost), {self.stays} stays, "
+            f"{self.late} deadlines missed, "
             f"prompt tokens {self.cached} cached, {self.computed} computed, {self.recomputed} again"
         )
 
@@ -166,6 +170,7 @@ class Fuzz:
             self.traffic.repeats()
         self.hung: set[int] = set()  # operations that do not come back for now
         self.up = True  # the store, as the scheduler was told
+        self.peace = False  # everything has ended, and no fault is left
 
         self.live: dict[str, _Request] = {}
         self.epochs: dict[Namespace, int] = {}
@@ -215,6 +220,8 @@ class Fuzz:
             joined=store["joined"],
             shortened=store["shortened"],
             late=store["late"],
+            stays=transfers["stays"],
+            again=store["offered_again"],
             **self.counts,
         )
 
@@ -224,7 +231,8 @@ class Fuzz:
         self.move(self.arriving)
         plan = self.plan()
         if plan.empty:
-            waits = self.executor.moving.keys() - self.hung or plan.ended or plan.wake_in
+            patient = plan.wake_in and self.scheduler.stats()["fetching"]
+            waits = self.executor.moving.keys() - self.hung or plan.ended or patient
             assert not self.live or waits, f"nothing to run and nothing in flight, while {sorted(self.live)} live"
             self.move(0.5)
             if plan.wake_in and self.random.random() < 0.5:
@@ -265,7 +273,7 @@ class Fuzz:
                 )
         if self.config.store and rng.random() < 0.3:
             events.append(Tick(rng.choice([0, 1, 2, 20])))
-        if self.config.store and rng.random() < (0.01 if self.up else 0.2):
+        if self.config.store and not self.peace and rng.random() < (0.01 if self.up else 0.2):
             self.up = not self.up
             events.append(StoreUp(self.up))
         if events:
@@ -292,18 +300,25 @@ class Fuzz:
 
     def leave_nothing(self) -> None:
         """After everything has ended nothing is held, and after a flush everything is free."""
-        self.hanging, self.hung = 0.0, set()
-        for _ in range(10):
+        self.hanging, self.losing, self.hung, self.peace = 0.0, 0.0, set(), True
+        if not self.up:
+            self.up = True
+            self.advance([StoreUp(True)])
+        for _ in range(1000):  # the longest backlog of backups that failed, a few a plan
             plan = self.plan()
             if not plan.empty:  # what was left to save and to back up
                 assert not plan.batch.ids, "rows of nobody"
                 self.executor.begin(plan)
                 self.flying = False
-            elif not self.executor.moving:
+            elif not self.executor.moving and plan.wake_in is None:
                 break
             self.move(1.0)
+            if plan.wake_in:
+                self.advance([Tick(plan.wake_in)])
         assert plan.empty and not plan.ended, "a plan for nobody"
+        assert not self.scheduler.stats()["store"]["owed"], "the store is well, and was not offered what it lacks"
         stats = self.cache.stats()
+        assert not any(stats["staying"].values()), f"pages stay for nobody: {stats['staying']}"
         assert not stats["leases"] and not stats["unhooked"], f"held by nobody: {stats}"
         for name, tiers in stats["pages"].items():
             for pages in tiers.values():
@@ -592,6 +607,8 @@ class Fuzz:
         self.cache.check()
         old = any(r.epoch != self.epochs.get(r.spec.namespace, 0) for r in self.live.values())
         under_way = self.scheduler.stats()
+        waiting = under_way["waiting"] + under_way["fetching"]
+        assert under_way["store"]["staying"] <= waiting, "pages stay on host for somebody who does not wait"
         if not self.flying and not old and not under_way["transfers"] and not under_way["store"]["backing"]:
             stats = self.cache.stats()
             held = sum(tiers["device"]["unhooked"] for tiers in stats["pages"].values())

@@ -1,0 +1,137 @@
+"""Stays: what was fetched for a request stays on host until it comes in. Nothing else that only waits holds memory.
+
+A stay is a pin in the host tier: on the path to a boundary, and on the windows and the snapshot with which a request
+would begin there. It never touches the device. All stays together are limited, so that the rest of host can be evicted
+as ever; a stay ends when its owner says so, or at once with its namespace: nobody could find the pages any more.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .group import HOST
+from .lease import Binding, Holder, hold
+from .match import Matcher
+from .node import Root
+from .path import Path
+from .pool import Ids
+from .transfer import Ledger
+from .tree import Tree, as_ids
+
+# Stays hold at most one page in so many of each group. With half of it, those who wait keep what is worth most, and
+# those who run still find room there for what they save and for what others fetch.
+_SHARE = 2
+
+
+class Stayed(NamedTuple):
+    """The number of a stay, or 0 if nothing is held; and whether the limit allows less than host has of it."""
+
+    stay: int
+    short: bool
+
+
+_NOTHING = Stayed(0, False)
+
+
+class Stays:
+    def __init__(self, tree: Tree, matcher: Matcher, ledger: Ledger) -> None:
+        self.tree = tree
+        self.ledger = ledger
+        self.matcher = matcher
+        self.live: dict[int, Holder] = {}
+        self.held = [0] * len(tree.groups)  # different host pages that are held
+        self.limits = [group.host_pages // _SHARE for group in tree.groups]
+        self._times = [np.zeros(0, np.int32) for _ in tree.groups]  # by host page: how many stays hold it
+        self._last = 0
+
+    def begin(self, binding: Binding, tokens: bytes, upto: int) -> Stayed:
+        """Hold what host has of the first `upto` pages of a prompt, as far as every group could begin with it."""
+        tree, root = self.tree, binding._root
+        if not root.hooked or not tree.has_host:
+            return _NOTHING
+        path = tree.walk(root, tokens[: upto * tree.page_bytes])
+        length = len(tokens) // 4
+        boundary, _ = self.matcher.boundary(path, length)
+        # A node that is on the device alone may have to go, and takes with it what is below: nothing is held there.
+        if not boundary or (tree.closed and not _whole_on_host(path, boundary)):
+            return _NOTHING
+        pages = self._pages(path, boundary, length)
+        room = self._room(pages)
+        short = room < boundary
+        if short:
+            if not room or len(tree.closed) < len(tree.groups):  # others could not begin at an earlier page
+                return Stayed(0, True)
+            boundary = room
+            pages = {g: ids[:room] for g, ids in pages.items()}
+        if not pages:
+            return _NOTHING
+        node = tree.node_ending(path.nodes[-1], boundary)
+        self._count(pages, 1)
+        self._last += 1
+        self.ledger.counts["stays"] += 1
+        held = {(HOST, g): ids for g, ids in pages.items()}
+        self.live[self._last] = hold(tree, node, (HOST,), (0, boundary), held)
+        return Stayed(self._last, short)
+
+    def end(self, stay: int) -> None:
+        """Let go of it. One that is over already, with its namespace, may be ended again."""
+        holder = self.live.pop(stay, None)
+        if holder is not None:
+            self._count({g: ids for (_, g), ids in holder.pages.items()}, -1)
+            holder.let_go(self.tree)
+
+    def leave(self, root: Root) -> None:
+        """A namespace goes."""
+        for stay in [stay for stay, holder in self.live.items() if holder.root is root]:
+            self.end(stay)
+
+    def _pages(self, path: Path, boundary: int, length: int) -> dict[int, Ids]:
+        """By group: the host pages with which a prompt would begin at `boundary`."""
+        tree = self.tree
+        found: dict[int, Ids] = {}
+        for g in tree.closed:
+            held = b"".join([bytes(tree.copy_in(node, HOST).pages[g]) for node in path.nodes])
+            found[g] = as_ids(held[: 4 * boundary])
+        for g in tree.loose:
+            parts = [
+                as_ids(pages[4 * low : 4 * high])
+                for first, end in tree.families[g].columns(boundary, length)
+                for at, low, high in tree.cover(path.nodes[-1], first, end)
+                if (pages := tree.copy_in(at, HOST).pages[g])
+            ]
+            ids = np.concatenate(parts) if parts else np.zeros(0, np.int32)
+            found[g] = ids[ids != 0]
+        for g in tree.slots:
+            there = [tree.copy_in(node, HOST).pages[g] for node in path.nodes if node.end == boundary]
+            found[g] = np.array([slot for slot in there if slot], np.int32)
+        return {g: ids for g, ids in found.items() if len(ids)}
+
+    def _room(self, pages: dict[int, Ids]) -> int:
+        """How many of these, in every group from the first on, the limit allows; all of them: a great number."""
+        most = 1 << 60
+        for g, ids in pages.items():
+            if not len(self._times[g]):
+                self._times[g] = np.zeros(self.tree.groups[g].host_pages + 1, np.int32)
+            new = np.cumsum(self._times[g][ids] == 0)
+            room = self.limits[g] - self.held[g]
+            if new[-1] > room:
+                most = min(most, int(np.searchsorted(new, room, "right")))
+        return most
+
+    def _count(self, pages: dict[int, Ids], more: int) -> None:
+        for g, ids in pages.items():
+            times = self._times[g]
+            before = np.count_nonzero(times[ids])
+            times[ids] += more
+            self.held[g] += int(np.count_nonzero(times[ids])) - int(before)
+
+
+def _whole_on_host(path: Path, boundary: int) -> bool:
+    """Whether host has every page of closed groups up to there."""
+    for node in path.nodes:
+        assert node.host is not None
+        if node.host.count < min(node.n, boundary - node.start):
+            return False
+    return True

@@ -1,0 +1,87 @@
+"""What the store is still owed: spans whose backup failed, was refused, or fell into an outage. They are offered again.
+
+Without it a span that was not kept is a hole: what is stored below it later can never be served. Time is counted in
+ticks. Nobody hammers a store that is unwell: after a failure one span at a time goes out, at growing distances, until
+one gets through; and a span that is refused again and again, when others are not, is given up.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from typing import NamedTuple
+
+from sapwood.cache import Span
+
+_MOST = 1024  # spans remembered; beyond it the oldest is dropped, and counted
+_A_PLAN = 4  # offered with a plan, so that what is new is not queued behind an outage
+_UNDER_WAY = 16  # of them at a time: a store drops backups when its queue is full
+_TRIES = 8  # times a span is offered
+_PAUSE = 100  # ticks until the next try after a failure; twice as many after each further one
+_LONGEST = 6400
+
+
+class _Entry(NamedTuple):
+    due: int  # not before that tick
+    number: int  # in the order in which they came
+    tries: int
+    span: Span
+
+
+class Owed:
+    def __init__(self) -> None:
+        self.entries: list[_Entry] = []  # by when they are due
+        self.trying: dict[int, int] = {}  # operations under way -> which try it is
+        self.counts = {"offered_again": 0, "not_backed_up": 0}
+        self._numbers = 0
+        self._pause = 0  # ticks; 0: the last backup got through
+        self._resume = 0  # the tick at which the store is asked again, if not
+
+    def add(self, span: Span, due: int, tries: int = 0) -> None:
+        """Host has it and the store has not."""
+        if tries >= _TRIES:
+            self.counts["not_backed_up"] += 1
+            return
+        self._numbers += 1
+        insort(self.entries, _Entry(due, self._numbers, tries, span), key=lambda entry: entry[:2])
+        if len(self.entries) > _MOST:
+            self.entries.remove(min(self.entries, key=lambda entry: entry.number))
+            self.counts["not_backed_up"] += 1
+
+    def due(self, ticks: int) -> list[_Entry]:
+        """What to offer with the next plan."""
+        most = min(_A_PLAN, _UNDER_WAY - len(self.trying))
+        if self._pause:
+            most = 1 if ticks >= self._resume and not self.trying else 0
+        n = 0
+        while n < min(most, len(self.entries)) and self.entries[n].due <= ticks:
+            n += 1
+        taken, self.entries = self.entries[:n], self.entries[n:]
+        return taken
+
+    def tries(self, op: int, tries: int) -> None:
+        """An operation is under way for a span that was offered before."""
+        self.trying[op] = tries
+        self.counts["offered_again"] += 1
+
+    def got_through(self, op: int) -> None:
+        """The store has kept something."""
+        self.trying.pop(op, None)
+        self._pause = 0
+
+    def resume(self, ticks: int) -> None:
+        """It is said to be well again: see, with one span."""
+        self._resume = ticks
+
+    def failed(self, op: int, span: Span | None, ticks: int) -> None:
+        """A backup was not kept. `span`: what host has of it, if anybody could still find it."""
+        tries = self.trying.pop(op, 0) + 1
+        self._pause = min(_LONGEST, 2 * self._pause or _PAUSE)
+        self._resume = ticks + self._pause
+        if span is not None:
+            self.add(span, ticks + min(_LONGEST, _PAUSE << (tries - 1)), tries)
+
+    def wake_in(self, ticks: int) -> int | None:
+        """Ticks until something can be offered; None if nothing can before an event."""
+        if not self.entries or len(self.trying) >= (1 if self._pause else _UNDER_WAY):
+            return None
+        return max(1, max(self.entries[0].due, self._resume if self._pause else 0) - ticks)

@@ -1,0 +1,201 @@
+"""Stories of backups that failed, and are offered again (cases T08, T12, T16)."""
+
+from __future__ import annotations
+
+import pytest
+
+from sapwood.cache import Namespace
+from sapwood.scheduler import StoreUp
+from sapwood.scheduler import owed as module
+
+from .driver import BASE, each_layout, toks
+from .shop import PAGE, Shop
+from .test_store import PROMPT
+
+
+def stats(shop: Shop) -> dict[str, int]:
+    return shop.scheduler.stats()["store"]
+
+
+def kept(shop: Shop, prompt) -> bool:
+    """Whether another engine on the same store is served all whole pages of a prompt."""
+    other = Shop(shop.layout, depot=shop.depot)
+    return other.serve("other", prompt).cached == (len(prompt) - 1) // PAGE * PAGE
+
+
+class Lab(Shop):
+    def __init__(self, layout: str = "full", **more) -> None:
+        super().__init__(layout, **more)
+        self.layout = layout
+
+    def lose_backups(self) -> int:
+        """Everything is carried out, and no backup is kept. Returns how many were tried."""
+        lost = 0
+        for _ in range(20):
+            plan = self.turn()
+            lost += self.land("backup", ok=False)
+            if not self.land() and plan.empty:
+                return lost
+        raise AssertionError("it does not come to rest")
+
+
+@each_layout
+def test_t08_a_backup_that_failed_is_offered_again(layout):
+    """The store refuses six pages and takes what is below them: a hole. A second later they are offered again, the plan
+    says when to ask, and another engine is served all of it.
+
+    Mutation: `Prefetch.backup_done` forgets what failed; or `Prefetch.wake_in` thinks of requests alone.
+    """
+    shop = Lab(layout)
+    shop.serve("ann", PROMPT, but=("backup",))
+    shop.land("backup", ok=False)
+    longer = PROMPT[: 6 * PAGE] + toks(2, 3 * PAGE + 1)
+    shop.serve("bob", longer)
+    assert stats(shop)["owed"] == 1 and not shop.cache.check()
+    first = shop.cache.groups[0].name
+    there = shop.depot.there(first, shop.cache.page_hashes(BASE, longer)).tolist()
+    assert not all(there) and there[-1], "a hole"
+    plan = shop.turn()
+    assert plan.empty and plan.wake_in == 100
+    shop.tick(99)
+    assert shop.turn().wake_in == 1
+    shop.tick(1)
+    (backup,) = shop.turn().backups
+    assert backup.start_page + len(backup.hashes) == 6 and stats(shop)["owed"] == 0
+    shop.land("backup")
+    assert kept(shop, longer) and shop.turn().wake_in is None
+    shop.close()
+
+
+@each_layout
+def test_t08_what_fell_into_an_outage_is_backed_up_after_it(layout):
+    """The store is away while six are served; when it is back, they are offered a few a plan, oldest first.
+
+    Mutation: `Prefetch.back_up` only counts; or `Owed.due` gives all at once, or nothing unless time has passed.
+    """
+    shop = Lab(layout, pages=80, host=80)
+    shop.tell(StoreUp(False))
+    prompts = {f"r{n}": toks(10 + n, 6 * PAGE + 1) for n in range(6)}
+    for id, prompt in prompts.items():
+        shop.serve(id, prompt)
+    assert stats(shop)["owed"] == 6 and not shop.depot.values
+    shop.tick(1000)
+    plan = shop.turn()
+    assert plan.empty and plan.wake_in is None, "nothing is asked of a store that is away"
+    shop.tell(StoreUp(True))
+    assert len(shop.turn().backups) == 4
+    assert len(shop.turn().backups) == 2
+    shop.land("backup")
+    assert stats(shop)["owed"] == 0 and all(kept(shop, prompt) for prompt in prompts.values())
+    shop.close()
+
+
+def test_t08_a_value_that_is_always_refused_is_given_up():
+    """Others get through, one never does: it is offered at growing distances, eight times in all.
+
+    Mutation: `Owed.add` does not count tries; or `Owed.failed` always waits as long.
+    """
+    shop = Lab(pages=80, host=80)
+    shop.serve("ann", PROMPT, but=("backup",))
+    shop.land("backup", ok=False)
+    offered = []
+    for second in range(1, 400):
+        shop.tick(100)
+        if shop.turn().backups:
+            offered.append(second)
+            shop.land("backup", ok=False)
+            shop.scheduler._book.prefetch.owed.got_through(-1)  # something of somebody else's
+    assert offered == [1, 3, 7, 15, 31, 63, 127]
+    assert stats(shop)["not_backed_up"] == 1 and stats(shop)["owed"] == 0
+    shop.close()
+
+
+def test_t08_a_store_that_takes_nothing_is_asked_with_one_span_at_a_time():
+    """Ten spans are refused, and so is everything after: one is offered at a time, ever more rarely. When one gets
+    through, the rest follow.
+
+    Mutation: `Owed.due` does not look at the pause.
+    """
+    shop = Lab(pages=120, host=120)
+    for n in range(10):
+        shop.serve(f"r{n}", toks(10 + n, 6 * PAGE + 1), but=("backup",))
+    assert shop.land("backup", ok=False) == 10 and stats(shop)["owed"] == 10
+    tried = []
+    for _ in range(300):
+        shop.tick(100)
+        tried.append(shop.lose_backups())
+    assert max(tried) == 1 and 3 <= sum(tried) <= 10, "it was asked too often, or not at all"
+    shop.tick(6400)
+    assert len(shop.turn().backups) == 1
+    shop.land("backup")
+    shop.tick(6400)
+    shop.settle()
+    assert stats(shop)["owed"] == 0
+    assert all(kept(shop, toks(10 + n, 6 * PAGE + 1)) for n in range(10))
+    shop.close()
+
+
+@each_layout
+@pytest.mark.parametrize("how", ["evicted", "unloaded", "flushed"])
+def test_t08_what_host_has_lost_is_not_offered_again(layout, how):
+    """Before the store is back the pages leave host, or their namespace goes: nothing is begun, and nothing is held.
+
+    Mutation: `Stored.backup_done` returns what was unhooked; or the spans keep their pages.
+    """
+    space = Namespace(salt="ann")
+    shop = Lab(layout, pages=20, host=12, batch=4)
+    shop.serve("ann", PROMPT, but=("backup",), namespace=space)
+    shop.land("backup", ok=False)
+    shop.serve("bob", toks(3, 4 * PAGE + 1), but=("backup",), namespace=space)
+    if how == "evicted":
+        shop.land("backup", ok=False)
+        assert stats(shop)["owed"] == 2
+        for n in range(8):
+            shop.serve(f"crowd{n}", toks(50 + n, 9 * PAGE), reads_cache=False)
+    elif how == "unloaded":
+        shop.scheduler.evict_namespace(space)
+    else:
+        shop.scheduler.flush()
+    shop.land("backup", ok=False)  # of what is gone
+    assert stats(shop)["owed"] == (2 if how == "evicted" else 1)
+    shop.tick(6400)
+    while stats(shop)["owed"]:
+        assert not shop.turn().backups and not shop.executor.moving
+    shop.cache.check()
+    shop.close()
+
+
+def test_t12_only_so_much_is_remembered(monkeypatch):
+    """The oldest is dropped, and counted.
+
+    Mutation: `Owed.add` drops the newest, or nothing.
+    """
+    monkeypatch.setattr(module, "_MOST", 3)
+    shop = Lab(pages=80, host=80)
+    shop.tell(StoreUp(False))
+    for n in range(5):
+        shop.serve(f"r{n}", toks(10 + n, 6 * PAGE + 1))
+    assert (stats(shop)["owed"], stats(shop)["not_backed_up"]) == (3, 2)
+    shop.tell(StoreUp(True))
+    shop.settle()
+    assert [kept(shop, toks(10 + n, 6 * PAGE + 1)) for n in range(5)] == [False, False, True, True, True]
+    shop.close()
+
+
+def test_t16_a_span_is_offered_again_under_its_own_hashes_after_its_node_was_split():
+    """The backup of six pages failed; another prompt branches off after three, which splits them, and somebody goes on
+    behind: the six are offered again, as they are.
+
+    Mutation: `Stored.backup_done` returns pages of the node as it is now.
+    """
+    shop = Lab(pages=80, host=80)
+    shop.serve("ann", PROMPT, but=("backup",))
+    shop.land("backup", ok=False)
+    shop.serve("bob", PROMPT[: 3 * PAGE] + toks(4, 3 * PAGE + 1))
+    shop.serve("eve", PROMPT[: 6 * PAGE] + toks(5, 3 * PAGE + 1))
+    shop.tick(100)
+    (backup,) = shop.turn().backups
+    assert (backup.start_page, backup.hashes) == (0, shop.cache.page_hashes(BASE, PROMPT))
+    shop.land("backup")
+    assert kept(shop, PROMPT)
+    shop.close()
