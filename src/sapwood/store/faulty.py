@@ -51,6 +51,7 @@ class FaultyBackend(Backend):
         self.workers = inner.workers
         self.part_pages = inner.part_pages
         self.part_bytes = inner.part_bytes
+        self.small_bytes = inner.small_bytes
         self.gate = inner.gate
         self.done = Counter[str]()  # faults that were really made
         self._asked = Counter[str]()

@@ -34,7 +34,6 @@ VERSION = 1
 _MARK = "sapwood-store"
 _BLOCK = 4096  # the header's room: so that pages can be read straight from the disk to where they belong
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_SMALL = 128 << 10  # with pages below this size most is Python, and two threads at once take twice as long as in turn
 _FRESH = 30.0  # seconds within which a second use of a file is not written to disk
 
 
@@ -48,6 +47,7 @@ class Known(NamedTuple):
 class FileBackend(Backend):
     workers = 3  # two write, or all read
     part_pages = 128
+    small_bytes = 128 << 10  # two threads at once take twice as long as in turn, and keep others from the interpreter
 
     def __init__(self, root: str, limit: int) -> None:
         self.root = root
@@ -63,8 +63,6 @@ class FileBackend(Backend):
         self._local = threading.local()
         self._aligned: set[int] = set()
         self._direct = True  # until the file system says no
-        self._read_turn = threading.Lock()  # of those who read small pages
-        self._write_turn = threading.Lock()
         self._lock = threading.Lock()  # of what follows
         self._index: OrderedDict[bytes, Known] = OrderedDict()  # least recently used first
         self._known = 0
@@ -96,10 +94,6 @@ class FileBackend(Backend):
         return there
 
     def get(self, items: Sequence[Item]) -> Iterator[Got]:
-        with self._read_turn if items and len(items[0].page) < _SMALL else contextlib.nullcontext():
-            yield from self._get(items)
-
-    def _get(self, items: Sequence[Item]) -> Iterator[Got]:
         head = self._head()
         now = time.time()
         used: list[bytes] = []
@@ -162,10 +156,6 @@ class FileBackend(Backend):
     # ---- writing
 
     def put(self, items: Sequence[Item]) -> Iterator[Kept]:
-        with self._write_turn if items and len(items[0].page) < _SMALL else contextlib.nullcontext():
-            yield from self._put_all(items)
-
-    def _put_all(self, items: Sequence[Item]) -> Iterator[Kept]:
         new: list[tuple[int, Item, bytes]] = []
         for i, item in enumerate(items):
             self.gate.give_way()

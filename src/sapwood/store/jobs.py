@@ -29,6 +29,7 @@ from .values import REASONS, Arena, Item, digests
 
 log = logging.getLogger("sapwood.store")
 
+_SMALL_WRITES = 16  # keys in a part, where a read may have to wait for it
 _READS = 16  # questions and reads may wait in queues so many times as long as writes: these can be dropped
 Hashes = Sequence[bytes] | bytes | bytearray | memoryview
 
@@ -37,8 +38,8 @@ class _Job:
     """A job under way. Its keys stand in order of pages, all groups of a page together, and are handed out in parts."""
 
     __slots__ = (
-        "answered", "arenas", "asked", "begun", "broken", "columns", "deadline", "hashes", "id", "kind", "next",
-        "numbers", "ok", "over", "part", "rows", "running", "why",
+        "alone", "answered", "arenas", "asked", "begun", "broken", "columns", "deadline", "hashes", "id", "kind",
+        "next", "numbers", "ok", "over", "part", "rows", "running", "why",
     )  # fmt: skip
 
     def __init__(
@@ -56,6 +57,7 @@ class _Job:
         self.ok = [np.zeros(len(pages), np.bool_) for _ in arenas]
         self.deadline = deadline
         self.part = 1  # keys in a part
+        self.alone = False  # one part of all such jobs at a time
         self.next = 0  # the first key that no worker has taken
         self.running = 0  # parts that workers have
         self.begun = False  # a worker has had a part of it
@@ -124,6 +126,7 @@ class Store:
         self._first_deadline = math.inf  # of those alive, or earlier
         self._jobs = 0
         self._writing = 0  # workers with a put
+        self._alone = False  # a worker has a part of which there may be only one
         self._closed = False
         self._asked = dict.fromkeys(("submitted", "empty", "dropped", "refused"), 0)  # only the caller's
         self._counts: dict[str, int] = dict.fromkeys(
@@ -295,6 +298,9 @@ class Store:
         page = max(arena.page_bytes for arena in arenas)
         fit = self._backend.part_bytes // page if kind != "exists" else self._backend.part_pages
         job.part = max(1, min(self._backend.part_pages, fit))
+        job.alone = page < self._backend.small_bytes
+        if job.alone and kind == "put":
+            job.part = min(job.part, _SMALL_WRITES)
         self._live[job.id] = job
         self._given[kind] += keys
         self._first_deadline = min(self._first_deadline, job.deadline)
@@ -397,8 +403,11 @@ class Store:
             if not queues["put"] or self._writing >= max(1, len(self._threads) - 1):
                 return None
             queue = queues["put"]
-            self._writing += 1
+        if queue[0].alone and self._alone:
+            return None
         job = queue.popleft()
+        self._writing += job.kind == "put"
+        self._alone |= job.alone
         low = job.next
         job.next = high = min(low + job.part, len(job.numbers))
         job.running += 1
@@ -411,10 +420,11 @@ class Store:
     def _returned(self, job: _Job, why: str) -> None:
         """A worker is done with a part of it, one way or another."""
         job.running -= 1
-        if job.kind == "put":
-            self._writing -= 1
-            if self._queues["put"]:
-                self._call(1)
+        self._writing -= job.kind == "put"
+        if job.alone:
+            self._alone = False
+        if (job.alone or job.kind == "put") and any(self._queues.values()):
+            self._call(1)  # there may be work that had to wait for this
         if why:
             job.why = why
             job.broken += 1

@@ -97,6 +97,7 @@ class Backend(ABC):
     workers = 2  # threads that a store gives it
     part_pages = 32  # a job is given to it in parts of at most so many pages ...
     part_bytes = 8 << 20  # ... and bytes, if a page is not larger
+    small_bytes = 0  # with pages below this size it gets one part at a time: handling them is mostly Python
 
     @cached_property
     def gate(self) -> Gate:
