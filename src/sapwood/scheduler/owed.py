@@ -8,6 +8,7 @@ one gets through; and a span that is refused again and again, when others are no
 from __future__ import annotations
 
 from bisect import insort
+from collections import deque
 from typing import NamedTuple
 
 from sapwood.cache import Span
@@ -29,7 +30,8 @@ class _Entry(NamedTuple):
 
 class Owed:
     def __init__(self) -> None:
-        self.entries: list[_Entry] = []  # by when they are due
+        self._now: deque[_Entry] = deque()  # fell into an outage: due as soon as the store answers, oldest first
+        self._later: list[_Entry] = []  # failed: by when they are due
         self.trying: dict[int, int] = {}  # operations under way -> which try it is
         self.counts = {"offered_again": 0, "not_backed_up": 0}
         self._numbers = 0
@@ -42,20 +44,31 @@ class Owed:
             self.counts["not_backed_up"] += 1
             return
         self._numbers += 1
-        insort(self.entries, _Entry(due, self._numbers, tries, span), key=lambda entry: entry[:2])
-        if len(self.entries) > _MOST:
-            self.entries.remove(min(self.entries, key=lambda entry: entry.number))
+        entry = _Entry(due, self._numbers, tries, span)
+        if tries:
+            insort(self._later, entry, key=lambda entry: entry[:2])
+        else:
+            self._now.append(entry)
+        if len(self) > _MOST:  # who has waited longest goes; in a long outage this happens with every save
+            if self._now:
+                self._now.popleft()
+            else:
+                self._later.pop(0)
             self.counts["not_backed_up"] += 1
+
+    def __len__(self) -> int:
+        return len(self._now) + len(self._later)
 
     def due(self, ticks: int) -> list[_Entry]:
         """What to offer with the next plan."""
         most = min(_A_PLAN, _UNDER_WAY - len(self.trying))
         if self._pause:
             most = 1 if ticks >= self._resume and not self.trying else 0
-        n = 0
-        while n < min(most, len(self.entries)) and self.entries[n].due <= ticks:
-            n += 1
-        taken, self.entries = self.entries[:n], self.entries[n:]
+        taken: list[_Entry] = []
+        while len(taken) < most and self._later and self._later[0].due <= ticks:
+            taken.append(self._later.pop(0))
+        while len(taken) < most and self._now:
+            taken.append(self._now.popleft())
         return taken
 
     def tries(self, op: int, tries: int) -> None:
@@ -82,6 +95,7 @@ class Owed:
 
     def wake_in(self, ticks: int) -> int | None:
         """Ticks until something can be offered; None if nothing can before an event."""
-        if not self.entries or len(self.trying) >= (1 if self._pause else _UNDER_WAY):
+        if not len(self) or len(self.trying) >= (1 if self._pause else _UNDER_WAY):
             return None
-        return max(1, max(self.entries[0].due, self._resume if self._pause else 0) - ticks)
+        due = self._now[0].due if self._now else self._later[0].due
+        return max(1, max(due, self._resume if self._pause else 0) - ticks)

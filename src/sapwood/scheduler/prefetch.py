@@ -85,7 +85,7 @@ class Prefetch:
     def stats(self) -> dict[str, int]:
         """Operations under way, and what was done so far."""
         under_way = {"looking": len(self.looking), "fetching": len(self.fetching), "backing": len(self.backing)}
-        waiting = {"staying": self.claims.held, "owed": len(self.owed.entries)}
+        waiting = {"staying": self.claims.held, "owed": len(self.owed)}
         return {**under_way, **waiting, **self.counts, **self.owed.counts}
 
     # ---- plans

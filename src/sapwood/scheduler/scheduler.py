@@ -81,7 +81,7 @@ class Scheduler:
             book.prefetch.look()
         if book.prefetch.claims.changed and book.flight is None:
             book.prefetch.claims.look_again()
-        if book.prefetch.owed.entries and book.flight is None:
+        if book.prefetch.owed and book.flight is None:
             book.prefetch.offer_again()
         if book.flight is not None:
             plan = Plan()
