@@ -549,3 +549,39 @@ def test_an_open_breaker_costs_next_to_nothing() -> None:
         bad.desk.store.close(5)
         with pytest.raises(kit.StoreError, match="closed"):
             bad.desk.store.put(kit.hashes(1), {"full": [1]}, timeout=1)
+
+
+def test_small_pages_are_handled_one_part_at_a_time_and_reads_come_before_writes() -> None:
+    """A backend says that its pages are small: no two of its threads are at work at once, and a read that comes while
+    many pages are written waits for a few of them only.
+
+    Mutation: `_take` does not look at `_alone`; or `_returned` calls nobody for what had to wait.
+    """
+    with Bad() as bad:
+        desk, backend = bad.desk, bad.backend
+        backend.small_bytes = 1 << 30
+        desk.put([100], ["full"])
+        inside, most, wrote = 0, 0, 0
+        put, get = backend.put, backend.get
+
+        def watched(call: Any, writes: int) -> Any:
+            def run(items: Any) -> Any:
+                nonlocal inside, most, wrote
+                inside += 1
+                most = max(most, inside)
+                time.sleep(0.02)
+                yield from call(items)
+                wrote += writes
+                inside -= 1
+
+            return run
+
+        backend.put, backend.get = watched(put, 1), watched(get, 0)  # type: ignore[method-assign]
+        sources = desk.write(range(48), ["full"])
+        job = desk.store.put(kit.hashes(*range(48)), sources, timeout=20)
+        time.sleep(0.03)
+        assert desk.get([100], ["full"]).run() == 1
+        before = wrote
+        assert desk.wait(job).run() == 48
+        assert most == 1
+        assert before < wrote == 3, "sixteen pages a part"
