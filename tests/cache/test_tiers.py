@@ -519,3 +519,42 @@ def test_t18_late_loads_find_their_pages_computed_meanwhile():
     engine.idle()
     assert ann.cached == 16
     all_free(engine)
+
+
+@pytest.mark.parametrize("first", ["long", "middle"])
+@pytest.mark.parametrize("fine", [True, False])
+def test_t18_a_load_that_another_one_needs_lost_what_is_above_it(first: str, fine: bool) -> None:
+    """Two loads, the second below the first. The first fails; before the second comes a third request wants all of it,
+    and further pages below. Nothing ever stands on the device without what is above it, in whatever order they come.
+
+    Mutation: `Desk._load_closed` joins a load below pages that it brings itself.
+    """
+    engine = engine_of(full(24, 24))
+    prompt = only_on_host(engine, 1, 25)
+    cache = engine.cache
+    ops = {}
+    leases = {}
+    for name, tokens in (("short", 9), ("middle", 17), ("long", 25)):
+        binding = cache.bind(BASE)
+        match = cache.match_prefix(binding, np.array(prompt[:tokens], np.int32))
+        assert match.start == tokens - 1
+        admitted = cache.admit(match, tokens)
+        assert admitted is not None
+        leases[name], operation = admitted
+        ops[name] = operation.op
+        if name == "middle":
+            failed = cache.load_done(ops["short"], False).failed
+            assert failed == [leases["short"], leases["middle"]]
+            for lease in failed:
+                cache.finish_request(lease, b"", 0, None)
+        cache.check()
+    order = ["long", "middle"] if first == "long" else ["middle", "long"]
+    ready = []
+    for name in order:
+        ready += cache.load_done(ops[name], fine or name == "middle").ready
+        cache.check()
+    assert ready == ([leases["long"]] if fine else [])
+    cache.finish_request(leases["long"], b"", 0, None)
+    cache.check()
+    cache.flush()
+    assert cache.stats()["pages"]["full"]["device"]["free"] == 24

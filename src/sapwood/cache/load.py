@@ -82,10 +82,7 @@ class Loads:
 
     def _must_wait(self, transfer: Transfer) -> bool:
         """Pages are never on the device without those above them: a load that arrives first waits for the other."""
-        tree = self.tree
-        if not any(g in transfer.parts for g in tree.closed):
-            return False
-        above: Node | None = tree.cover(transfer.node, transfer.first, transfer.last)[-1][0].parent
+        above = self._above(transfer)
         while above is not None and above.n and not above.device.count:
             if above.loading is not None and above.loading is not transfer and above.loading.op in self.ledger.pending:
                 above.loading.after.append(transfer)
@@ -125,10 +122,16 @@ class Loads:
         else:
             landed.ready.extend(lease for lease in waiters if not lease.waits and lease not in landed.failed)
 
+    def _above(self, transfer: Transfer) -> Node | None:
+        """The node above the first pages that it brings of closed groups, if it does."""
+        for g in self.tree.closed:
+            if g in transfer.parts:
+                column = transfer.ranges[g][0][0]
+                return self.tree.cover(transfer.node, column, column + 1)[0][0].parent
+        return None
+
     def _closed_above(self, transfer: Transfer) -> bool:
-        if not any(g in transfer.parts for g in self.tree.closed):
-            return True
-        above = self.tree.cover(transfer.node, transfer.first, transfer.last)[-1][0].parent
+        above = self._above(transfer)
         return above is None or not above.n or above.device.count > 0
 
     def _below_promises(self, transfer: Transfer) -> bool:
