@@ -525,9 +525,10 @@ def test_t18_late_loads_find_their_pages_computed_meanwhile():
 @pytest.mark.parametrize("fine", [True, False])
 def test_t18_a_load_that_another_one_needs_lost_what_is_above_it(first: str, fine: bool) -> None:
     """Two loads, the second below the first. The first fails; before the second comes a third request wants all of it,
-    and further pages below. Nothing ever stands on the device without what is above it, in whatever order they come.
+    and further pages below. Nothing ever stands on the device without what is above it, in whatever order they come:
+    the third must do without host.
 
-    Mutation: `Desk._load_closed` joins a load below pages that it brings itself.
+    Mutation: `Loads._closed_above` looks only above the first page that a load brings.
     """
     engine = engine_of(full(24, 24))
     prompt = only_on_host(engine, 1, 25)
@@ -549,12 +550,14 @@ def test_t18_a_load_that_another_one_needs_lost_what_is_above_it(first: str, fin
                 cache.finish_request(lease, b"", 0, None)
         cache.check()
     order = ["long", "middle"] if first == "long" else ["middle", "long"]
-    ready = []
+    failed = []
     for name in order:
-        ready += cache.load_done(ops[name], fine or name == "middle").ready
+        landed = cache.load_done(ops[name], fine or name == "middle")
+        assert not landed.ready
+        for lease in landed.failed:
+            cache.finish_request(lease, b"", 0, None)
+        failed += landed.failed
         cache.check()
-    assert ready == ([leases["long"]] if fine else [])
-    cache.finish_request(leases["long"], b"", 0, None)
-    cache.check()
+    assert failed == [leases["long"]]
     cache.flush()
     assert cache.stats()["pages"]["full"]["device"]["free"] == 24

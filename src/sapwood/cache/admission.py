@@ -119,10 +119,10 @@ class Desk:
         for node in path.nodes:
             if node.end <= first or node.start >= last:
                 continue
-            if node.loading is not None and not parts:
+            if node.loading is not None:
                 if node.loading not in joined:
                     joined.append(node.loading)
-            else:  # below what it loads itself it joins nobody: two loads would wait for each other
+            else:
                 parts.append((node, min(node.n, last - node.start)))
         if not parts:
             return

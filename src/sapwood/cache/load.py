@@ -131,8 +131,22 @@ class Loads:
         return None
 
     def _closed_above(self, transfer: Transfer) -> bool:
-        above = self._above(transfer)
-        return above is None or not above.n or above.device.count > 0
+        """Whether all it brings of closed groups would stand below pages that are there. Not if a load above it failed,
+        or one between two parts of it, which it had joined, has not come: it goes, and who waits does without host."""
+        tree, above = self.tree, self._above(transfer)
+        if above is not None and above.n and not above.device.count:
+            return False
+        for g in tree.closed:
+            if g in transfer.parts:
+                targets, base = transfer.parts[g][1], transfer.first
+                where = transfer.ranges[g]
+                for node, first, last in tree.cover(transfer.node, where[0][0], where[-1][1]):
+                    if (
+                        not node.device.count
+                        and not targets[node.start + first - base : node.start + last - base].all()
+                    ):
+                        return False
+        return True
 
     def _below_promises(self, transfer: Transfer) -> bool:
         """Whether some of it would stand below pages that a step in flight has only promised: they go if it fails."""
