@@ -382,9 +382,7 @@ class Desk:
         tree = self.tree
         # The anchor's own split may have cut the sibling's node; its lower half kept the identity.
         ((node, at, _),) = tree.cover(sibling.node, sibling.column, sibling.column + 1)
-        pages = {
-            (DEVICE, g): np.frombuffer(bytes(node.device.pages[g][4 * at : 4 * at + 4]), np.int32) for g in tree.paged
-        }
+        pages = {(DEVICE, g): bytes(node.device.pages[g][4 * at : 4 * at + 4]) for g in tree.paged}
         lease.source = hold(tree, sibling.node, (DEVICE,), (sibling.column, sibling.column + 1), pages)
         lease.copied = sibling.tokens
         lease.start += sibling.tokens

@@ -184,7 +184,7 @@ class _Check:
     def _holder(self, holder: Holder) -> None:
         for (tier, g), ids in holder.pages.items():
             if g not in self.tree.closed or holder.detached:
-                np.add.at(self.readers[tier][g], ids, 1)
+                np.add.at(self.readers[tier][g], as_ids(ids), 1)
         if not holder.detached:
             for tier in holder.tiers:
                 self.pins[tier][holder.node] += 1
@@ -193,7 +193,8 @@ class _Check:
         held: list[set[int]] = [set() for _ in self.tree.groups]
         for stay, holder in self.stays.live.items():
             assert holder in holder.root.holders and not holder.detached, f"stay {stay} holds nothing"
-            for (_, g), ids in holder.pages.items():
+            for (_, g), raw in holder.pages.items():
+                ids = as_ids(raw)
                 held[g].update(ids.tolist())
                 path = self.tree.cover(holder.node, 0, holder.node.end)
                 there = {page for node, _, _ in path for page in self._ids(node, g)}
@@ -252,10 +253,11 @@ class _Check:
                     f"{pool.name}: page {int(wrong[0])} is kept as owner {int(kept[wrong[0]])}, "
                     f"is really with {int(seen[wrong[0]])}"
                 )
-                wrong = (readers != pool.readers).nonzero()[0]
+                counted = pool.read_counts()
+                wrong = (readers != counted).nonzero()[0]
                 assert not len(wrong), (
                     f"{pool.name}: page {int(wrong[0])} has {int(readers[wrong[0]])} readers, "
-                    f"{int(pool.readers[wrong[0]])} are counted"
+                    f"{int(counted[wrong[0]])} are counted"
                 )
                 counts = np.bincount(kept[1:], minlength=5).tolist()
                 assert counts == pool.counts, f"{pool.name}: owners {counts}, counted {pool.counts}"

@@ -19,7 +19,7 @@ class Fill(NamedTuple):
 
     g: int
     where: Ranges
-    ids: Ids
+    ids: bytes
 
 
 class Promise:
@@ -122,9 +122,10 @@ def withdraw(tree: Tree, promise: Promise, freed: list[tuple[int, Ids]]) -> None
     for fill in promise.fills:
         pool = tree.pools[DEVICE][fill.g]
         taken = []
+        filled = as_ids(fill.ids)
         done = 0
         for begin, end in fill.where:
-            ours = fill.ids[done : done + end - begin]
+            ours = filled[done : done + end - begin]
             done += end - begin
             for node, low, high in tree.cover(promise.node, begin, end):
                 pages = node.device.pages[fill.g]

@@ -122,7 +122,7 @@ class Follower:
         shared = shared[shared != 0]
         if len(shared):
             if pool.unread(shared) and not lease.detached:
-                tree.requeue(lease.node, DEVICE, [g], low, split)
+                tree.requeue(lease.node, DEVICE, g, low, split)
         pool.release(private[private != 0], LEASE)
 
     def _give_up_one(self, lease: Lease, g: int, column: int) -> None:
@@ -146,7 +146,7 @@ class Follower:
         shared, private = table[4 * low : split], table[split : 4 * high]
         table[4 * low : 4 * high] = bytes(len(shared) + len(private))
         if shared and pool.unread(present(shared)) and not lease.detached:
-            tree.requeue(lease.node, DEVICE, [g], low, split // 4)
+            tree.requeue(lease.node, DEVICE, g, low, split // 4)
         if private:
             pool.release(present(private), LEASE)
 
@@ -155,7 +155,7 @@ class Follower:
         `depth`. Its private pages are given back, after `held` if that still runs: nothing in them is needed."""
         tree = self.tree
         if held is not None:
-            reading = {(DEVICE, g): lease.adopted(g)[1] for g in tree.loose}
+            reading = {(DEVICE, g): lease.adopted(g)[1].tobytes() for g in tree.loose}
             held.holders.append(hold(tree, lease.node, (DEVICE,), (0, lease.depth), reading))
         node = lease.root.top
         if depth:
@@ -199,7 +199,7 @@ class Follower:
                 at.device.used = tree.now
         pool.read(table[table != 0])
         if len(before) and pool.unread(before):
-            tree.requeue(lease.node, DEVICE, [g], int(columns[0]), int(columns[-1]) + 1)
+            tree.requeue(lease.node, DEVICE, g, int(columns[0]), int(columns[-1]) + 1)
         lease.tables[g] = bytearray(table.tobytes())
         lease.upto[g] = boundary
         lease.low[g] = spans[0][0] if spans else boundary

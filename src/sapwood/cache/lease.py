@@ -238,13 +238,13 @@ class Holder:
         node: Node,
         tiers: tuple[int, ...],
         columns: tuple[int, int],
-        pages: dict[tuple[int, int], Ids],
+        pages: dict[tuple[int, int], bytes],
     ) -> None:
         self.root = node.root
         self.node = node
         self.tiers = tiers
         self.columns = columns
-        self.pages = pages  # (tier, group) -> ids
+        self.pages = pages  # (tier, group) -> ids, as bytes
         self.detached = False
         for tier in tiers:
             tree.pin(node, tier)
@@ -253,22 +253,18 @@ class Holder:
     def detach(self, tree: Tree) -> None:
         for (tier, g), ids in self.pages.items():
             if g in tree.closed:
-                tree.pools[tier][g].read(ids)
+                tree.pools[tier][g].read_raw(ids)
         self.detached = True
 
     def let_go(self, tree: Tree) -> None:
         del self.root.holders[self]
         closed = () if self.detached else tree.closed
-        idle: dict[int, list[int]] = {}
         for (tier, g), ids in self.pages.items():
-            if g not in closed and tree.pools[tier][g].unread(ids):
-                idle.setdefault(tier, []).append(g)
+            if g not in closed and tree.pools[tier][g].unread_raw(ids) and not self.detached:
+                tree.requeue(self.node, tier, g, *self.columns)
         if self.detached:
             tree.forget_if_empty(self.root)
             return
-        low, high = self.columns
-        for tier, groups in idle.items():
-            tree.requeue(self.node, tier, groups, low, high)
         for tier in self.tiers:
             tree.unpin(self.node, tier)
         if not self.root.bound:
@@ -276,11 +272,11 @@ class Holder:
 
 
 def hold(
-    tree: Tree, node: Node, tiers: tuple[int, ...], columns: tuple[int, int], pages: dict[tuple[int, int], Ids]
+    tree: Tree, node: Node, tiers: tuple[int, ...], columns: tuple[int, int], pages: dict[tuple[int, int], bytes]
 ) -> Holder:
     """Pin the path to `node`, and read `pages`, which lie in its columns [low, high)."""
     closed = tree.closed
     for (tier, g), ids in pages.items():
         if g not in closed:
-            tree.pools[tier][g].read(ids)
+            tree.pools[tier][g].read_raw(ids)
     return Holder(tree, node, tiers, columns, pages)

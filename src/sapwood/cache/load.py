@@ -11,9 +11,9 @@ from .group import DEVICE, HOST
 from .lease import Lease, hold
 from .node import Node
 from .pool import FLIGHT, UNHOOKED, Ids
-from .runs import Ranges, runs, spread
+from .runs import Ranges, pages_in, runs, spread
 from .transfer import Ledger, Operation, Parts, Transfer
-from .tree import Tree
+from .tree import Tree, as_ids
 
 
 class Landed(NamedTuple):
@@ -48,13 +48,14 @@ class Loads:
         self.ledger.counts["loads_joined"] += len(joined)
         if not wanted:
             return None
-        held = {(HOST, g): ids for g, (_, ids) in wanted.items()}
+        held = {(HOST, g): ids.tobytes() for g, (_, ids) in wanted.items()}
         holder = hold(tree, node, (DEVICE, HOST), (first, last), held)
         parts: Parts = {}
         where = {g: runs(columns) for g, (columns, _) in wanted.items()}
         for g, (_, ids) in wanted.items():
-            targets = tree.pools[DEVICE][g].allocate(len(ids), FLIGHT)
-            parts[g] = (spread(where[g], ids, first, last), spread(where[g], targets, first, last))
+            targets = tree.pools[DEVICE][g].take(len(ids), FLIGHT)
+            wide = spread(where[g], ids.tobytes(), first, last), spread(where[g], targets, first, last)
+            parts[g] = (as_ids(wide[0]), as_ids(wide[1]))
         operation, transfer = self.ledger.begin(DEVICE, node, first, last, parts, where, holder)
         transfer.waiters.append(lease)
         lease.waits.append(transfer)
@@ -166,7 +167,7 @@ class Loads:
         closed = [g for g in tree.closed if g in transfer.parts]
         if closed:
             kept = self._land_closed(transfer, closed)
-            self.ledger.count(transfer, "loaded", kept)
+            self.ledger.count(transfer, "loaded", pages_in(kept))
             if tree.told in closed:
                 stored = kept
         for g, where in transfer.ranges.items():
@@ -177,7 +178,7 @@ class Loads:
             else:
                 path = tree.cover(transfer.node, transfer.first, transfer.last)
                 kept = self.ledger.land_loose(transfer, g, where, path)
-            self.ledger.count(transfer, "loaded", kept)
+            self.ledger.count(transfer, "loaded", pages_in(kept))
             if g == tree.told:
                 stored += kept
             for lease in waiters:
@@ -236,7 +237,7 @@ class Loads:
                 if g in tree.slots:
                     if g not in lease.seed and int(columns[0]) + 1 == lease.boundary:
                         lease.seed[g] = int(ids[0])
-                        pool.readers[ids] += 1
+                        pool.read(ids)
                     continue
                 spans = [(0, lease.boundary)] if g in tree.closed else lease.wanted.get(g, [])
                 if len(lease.tables[g]) < 4 * lease.boundary:
@@ -248,5 +249,5 @@ class Loads:
                     at, pages = columns[inside], ids[inside]
                     new = table[at] == 0
                     table[at[new]] = pages[new]
-                    pool.readers[pages[new]] += 1
+                    pool.read(pages[new])
             pool.release(ids[pool.readers[ids] == 0], UNHOOKED)

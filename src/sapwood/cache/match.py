@@ -12,6 +12,7 @@ from .path import Path, agree
 from .tree import Tree
 
 _new = tuple.__new__  # a Match in a third of the time
+_NEAR = 8  # pages: who branches where a chat went on starts from a snapshot so far before it
 _SIBLINGS = 4  # how many of the most recent siblings a copy on write looks at
 
 
@@ -52,7 +53,7 @@ class Matcher:
         cuts: tuple[int, ...] = ()
         pending = 0
         if tree.slots:
-            cuts = self._cuts(boundary, depth, length)
+            cuts = self._cuts(path, boundary, depth, length)
             pending = self._pending(root, tokens, length, boundary)
         reason = self.reason(path, boundary, limiter, length)
         found = (
@@ -75,18 +76,19 @@ class Matcher:
     def nothing(self, binding: Binding, tokens: bytes, length: int, reason: str) -> Match:
         """A match that adopts nothing."""
         tree = self.tree
+        path = Path(tree, binding._root, [], 0)
         return Match(
             0,
             0,
             0,
             0,
-            self._cuts(0, 0, length),
+            self._cuts(path, 0, 0, length),
             0,
             length,
             reason,
             binding,
             tokens,
-            Path(tree, binding._root, [], 0),
+            path,
             None,
             tree.version,
         )
@@ -107,13 +109,16 @@ class Matcher:
                     return boundary, limiter
         return boundary, limiter
 
-    def _cuts(self, boundary: int, depth: int, length: int) -> tuple[int, ...]:
+    def _cuts(self, path: Path, boundary: int, depth: int, length: int) -> tuple[int, ...]:
         """Where a prompt's chunks end so that a snapshot can be taken: where others branched, and its last page end."""
         if not self.tree.slots:
             return ()
         last = (length - 1) // self.tree.page_size
         if boundary < depth < last:
-            return (depth, last)
+            end = path.nodes[-1]
+            # A chat that merely goes on: nobody has branched here, and a chunk of a few pages would cost it a step.
+            goes_on = not end.children and end.start + end.n == depth and depth - boundary <= _NEAR
+            return (last,) if goes_on else (depth, last)
         return (last,) if boundary < last else ()
 
     def _pending(self, root: Root, tokens: bytes, length: int, boundary: int) -> int:

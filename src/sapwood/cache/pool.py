@@ -11,7 +11,6 @@ of (`take`, `give`, `hand`), or as arrays (`allocate`, `release`, `move`), which
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 from struct import Struct
 from typing import Final
@@ -28,7 +27,12 @@ FLIGHT: Final = 3
 UNHOOKED: Final = 4
 OWNERS: Final = ("free", "leases", "tree", "flight", "unhooked")[1:]
 _NOBODY: Final = 255  # of the null page
-_FEW: Final = 6  # up to so many pages a loop beats numpy, whose every call costs as much as a dozen turns
+_FEW: Final = 6  # up to so many pages a loop beats looking whether they are a run ...
+_SOME: Final = 32  # ... and numpy, whose every call costs as much as a dozen turns
+_CROWD: Final = 255  # so many readers, or more
+_ONE: Final = np.uint8(1)
+_ONE_MORE: Final = bytes([*range(1, 256), 0])
+_ONE_LESS: Final = bytes([255, *range(255)])
 _MARKS: Final = [bytes([owner]) for owner in range(5)]
 _FIRST: Final = Struct("<i").unpack_from
 _NAMES: Final = ("free", "a lease", "the tree", "something in flight", "an unhooked namespace")
@@ -57,6 +61,7 @@ class PagePool:
     """The pages 1..capacity of one group in one tier; page 0 is never given out."""
 
     __slots__ = (
+        "_crowds",
         "_low",
         "_owner",
         "_places",
@@ -89,8 +94,9 @@ class PagePool:
         self._low = 0
         self._scratch: npt.NDArray[np.int32] | None = None
         self.counts = [capacity, 0, 0, 0, 0]
-        self._reads = array("i", bytes(4 * (capacity + 1)))
-        self.readers: npt.NDArray[np.int32] = np.frombuffer(self._reads, np.int32)  # the same memory
+        self._reads = bytearray(capacity + 1)
+        self.readers: npt.NDArray[np.uint8] = np.frombuffer(self._reads, np.uint8)  # the same memory
+        self._crowds: dict[int, int] = {}  # pages with more readers than a byte can count: how many more
         self.by_page = by_page  # eviction goes page by page, not by leaves of the tree
         self.idle = 0  # if so: pages of the tree that nobody reads, which is what eviction may take
         self.watch: Callable[[str, Ids], None] | None = None  # called with "taken" or "freed": for content checks
@@ -224,109 +230,169 @@ class PagePool:
 
     def read_by(self, page: int) -> int:
         """How many read it."""
-        return self._reads[page]
+        count = self._reads[page]
+        return count if count < _CROWD else count + self._crowds.get(page, 0)
+
+    def read_counts(self) -> npt.NDArray[np.int32]:
+        """By page: how many read it."""
+        counts = self.readers.astype(np.int32)
+        for page, more in self._crowds.items():
+            counts[page] += more
+        return counts
 
     def read_one(self, page: int) -> None:
         """`read` for a single page."""
         count = self._reads[page]
+        if count == _CROWD:
+            self._crowds[page] = self._crowds.get(page, 0) + 1
+            return
         if not count and self.by_page and self.owner[page] == TREE:
             self.idle -= 1
         self._reads[page] = count + 1
 
     def unread_one(self, page: int) -> bool:
         """`unread` for a single page."""
-        count = self._reads[page] - 1
-        if count < 0:
-            self._unread_by_nobody(page)
-        self._reads[page] = count
+        count = self._reads[page]
+        if count > 1:
+            if count < _CROWD or not self._one_of_a_crowd(page):
+                self._reads[page] = count - 1
+            return False
         if not count:
-            owner = self.owner[page]
-            if owner == UNHOOKED:
-                self.release_one(page, UNHOOKED)
-            elif self.by_page and owner == TREE:
+            self._unread_by_nobody(page)
+        self._reads[page] = 0
+        owner = self.owner[page]
+        if owner == TREE:
+            if self.by_page:
                 self.idle += 1
                 return True
+        elif owner == UNHOOKED:
+            self.release_one(page, UNHOOKED)
         return False
+
+    def _one_of_a_crowd(self, page: int) -> bool:
+        """One reader less of a page with more readers than a byte can count; False if it has not."""
+        more = self._crowds.get(page, 0)
+        if more > 1:
+            self._crowds[page] = more - 1
+        elif more:
+            del self._crowds[page]
+        return more > 0
 
     def unread_each(self, pages: list[int]) -> list[int]:
         """`unread` for one page after the other. Returns where in `pages` those stand that became idle."""
-        reads, owners, idle = self._reads, self.owner, []
+        reads, idle = self._reads, []
         for at, page in enumerate(pages):
-            count = reads[page] - 1
-            if count > 0:
-                reads[page] = count
-                continue
-            if count < 0:
-                self._unread_by_nobody(page)
-            reads[page] = 0
-            owner = owners[page]
-            if owner == UNHOOKED:
-                self.release_one(page, UNHOOKED)
-            elif self.by_page and owner == TREE:
-                self.idle += 1
+            count = reads[page]
+            if 1 < count < _CROWD:
+                reads[page] = count - 1
+            elif self.unread_one(page):
                 idle.append(at)
         return idle
 
     def read(self, ids: Ids) -> None:
         """One more reader for each of `ids`, which must be different pages."""
-        n = len(ids)
-        if n <= _FEW:
+        self.read_raw(ids.tobytes())
+
+    def read_raw(self, raw: bytes | bytearray) -> None:
+        """`read`, as bytes."""
+        n = len(raw) // 4
+        reads = self._reads
+        if n > _FEW:
+            first = _run(raw)
+            if first > 0:
+                before = reads[first : first + n]
+                idle = before.count(0) if self.by_page else 0
+                if _CROWD not in before and (not idle or self.owner.count(TREE, first, first + n) == n):
+                    reads[first : first + n] = before.translate(_ONE_MORE)
+                    self.idle -= idle
+                    return
+            if n > _SOME:
+                self._read_scattered(np.frombuffer(raw, np.int32))
+                return
+        for page in memoryview(raw).cast("i"):
+            if 0 < reads[page] < _CROWD:
+                reads[page] += 1
+            else:
+                self.read_one(page)
+
+    def _read_scattered(self, ids: Ids) -> None:
+        at = ids.astype(np.intp)
+        before = self.readers[at]
+        counts = before.tobytes()
+        if _CROWD in counts:
             for page in ids.tolist():
                 self.read_one(page)
             return
-        first = _run(ids.tobytes())
-        if first > 0 and self.owner.count(TREE, first, first + n) == n:
-            readers = self.readers[first : first + n]
-            if self.by_page:
-                self.idle -= readers.tolist().count(0)
-            readers += 1
-            return
-        at = ids.astype(np.intp)
-        before = self.readers[at]
-        self.readers[at] = before + 1
-        if self.by_page and np.count_nonzero(before) < n:
+        self.readers[at] = before + _ONE
+        if self.by_page and 0 in counts:
             self.idle -= self._owner[at[before == 0]].tobytes().count(TREE)
 
     def unread(self, ids: Ids) -> bool:
         """One reader less for each of `ids`; unhooked ones that nobody reads now are freed. Returns whether one of
         them became idle, so that eviction should hear of it."""
-        n = len(ids)
-        if n <= _FEW:
-            return self._unread_few(ids.tolist())
-        first = _run(ids.tobytes())
-        if first > 0 and self.owner.count(TREE, first, first + n) == n:
-            readers = self.readers[first : first + n]
-            before = readers.tolist()
-            if 0 in before:
-                self._unread_by_nobody(first + before.index(0))
-            readers -= 1
-            idle = before.count(1) if self.by_page else 0
-        else:
-            idle = self._unread_scattered(ids)
+        return self.unread_raw(ids.tobytes())
+
+    def unread_raw(self, raw: bytes | bytearray) -> bool:
+        """`unread`, as bytes."""
+        n = len(raw) // 4
+        reads = self._reads
+        if n > _FEW:
+            first = _run(raw)
+            if first > 0 and self.owner.count(TREE, first, first + n) == n:
+                before = reads[first : first + n]
+                if 0 in before:
+                    self._unread_by_nobody(first + before.index(0))
+                if _CROWD not in before:
+                    reads[first : first + n] = before.translate(_ONE_LESS)
+                    idle = before.count(1) if self.by_page else 0
+                    self.idle += idle
+                    return idle > 0
+            if n > _SOME:
+                return self._unread_scattered(np.frombuffer(raw, np.int32))
+        pages = memoryview(raw).cast("i").tolist()
+        counts = [reads[page] for page in pages]
+        if 0 in counts:
+            self._unread_by_nobody(pages[counts.index(0)])
+        became = False
+        for page, count in zip(pages, counts, strict=True):
+            if 1 < count < _CROWD:
+                reads[page] = count - 1
+            elif self.unread_one(page):
+                became = True
+        return became
+
+    def _unread_scattered(self, ids: Ids) -> bool:
+        at = ids.astype(np.intp)
+        before = self.readers[at]
+        counts = before.tobytes()
+        if 0 in counts:
+            self._unread_by_nobody(int(ids[before == 0][0]))
+        if _CROWD in counts:
+            return max([self.unread_one(page) for page in ids.tolist()])
+        self.readers[at] = before - _ONE
+        if 1 not in counts:
+            return False
+        last = before == 1
+        owners = self._owner[at[last]].tobytes()
+        if UNHOOKED in owners:
+            self.release(ids[last & (self._owner[at] == UNHOOKED)], UNHOOKED)
+        idle = owners.count(TREE) if self.by_page else 0
         self.idle += idle
         return idle > 0
 
-    def _unread_few(self, pages: list[int]) -> bool:
-        for page in pages:
-            if self._reads[page] < 1:
+    def unread_unhooked(self, ids: Ids) -> Ids:
+        """One reader less for each of `ids`, which are unhooked. Returns those that nobody reads now: nobody frees
+        them but the caller."""
+        last = []
+        for page in ids.tolist():
+            count = self._reads[page]
+            if not count:
                 self._unread_by_nobody(page)
-        idle = False
-        for page in pages:
-            idle |= self.unread_one(page)
-        return idle
-
-    def _unread_scattered(self, ids: Ids) -> int:
-        at = ids.astype(np.intp)
-        counts = self.readers[at] - 1
-        if 1 in (counts < 0).tobytes():
-            self._unread_by_nobody(int(ids[counts < 0][0]))
-        self.readers[at] = counts
-        if np.count_nonzero(counts) == len(ids):
-            return 0
-        owners = self._owner[at[counts == 0]].tobytes()
-        if UNHOOKED in owners:
-            self.release(ids[(counts == 0) & (self._owner[at] == UNHOOKED)], UNHOOKED)
-        return owners.count(TREE) if self.by_page else 0
+            if count < _CROWD or not self._one_of_a_crowd(page):
+                self._reads[page] = count - 1
+            if count == 1:
+                last.append(page)
+        return np.array(last, np.int32)
 
     def _unread_by_nobody(self, page: int) -> None:
         raise PoolError(f"{self.name}: page {page} has no reader to leave")
@@ -335,13 +401,14 @@ class PagePool:
         """A lease hands pages, as bytes, to the tree and goes on reading them."""
         n = len(raw) // 4
         first = self._hand(raw, n, LEASE, TREE)
-        if n <= _FEW:
+        reads = self._reads  # nobody else reads what a lease has alone
+        if first:
+            reads[first : first + n] = b"\1" * n
+        elif n <= _SOME:
             for page in memoryview(raw).cast("i"):
-                self._reads[page] += 1
-        elif first:
-            self.readers[first : first + n] += 1
+                reads[page] = 1
         else:
-            self.readers[np.frombuffer(raw, np.int32).astype(np.intp)] += 1
+            self.readers[np.frombuffer(raw, np.int32).astype(np.intp)] = 1
         self.counts[LEASE] -= n
         self.counts[TREE] += n
 

@@ -374,7 +374,7 @@ class Publisher:
         lease.upto[g] = upto
         if filled:
             ids = joined(filled)
-            tree.pools[DEVICE][g].share(ids.tobytes())
+            tree.pools[DEVICE][g].share(ids)
             fills.append(Fill(g, ranges(filled), ids))
 
     def _fill_holes(

@@ -23,6 +23,10 @@ def runs(columns: Ids) -> Ranges:
     return [(int(part[0]), int(part[-1]) + 1) for part in np.split(columns, breaks) if len(part)]
 
 
+def pages_in(where: Ranges) -> int:
+    return sum([high - low for low, high in where])
+
+
 def ranges(pieces: list[Run]) -> Ranges:
     """Where `pieces`, in order, stand: neighbours joined."""
     if len(pieces) == 1:
@@ -45,18 +49,19 @@ def present(raw: bytes | bytearray) -> Ids:
     return ids[ids != 0] if HOLE in raw else ids
 
 
-def joined(pieces: list[Run]) -> Ids:
+def joined(pieces: list[Run]) -> bytes:
     """The ids of `pieces`, one after the other."""
-    return np.frombuffer(b"".join([ids for _, ids in pieces]), np.int32)
+    return bytes(pieces[0][1]) if len(pieces) == 1 else b"".join([ids for _, ids in pieces])
 
 
-def spread(where: Ranges, ids: Ids, first: int, last: int) -> Ids:
-    """`ids` in their ranges of an array for the pages [first, last), 0 elsewhere."""
-    if len(ids) == last - first:
+def spread(where: Ranges, ids: bytes, first: int, last: int) -> bytes | bytearray:
+    """`ids` in their ranges of the pages [first, last), 0 elsewhere."""
+    if len(ids) == 4 * (last - first):
         return ids
-    array = np.zeros(last - first, np.int32)
+    wide = bytearray(4 * (last - first))
     at = 0
     for low, high in where:
-        array[low - first : high - first] = ids[at : at + high - low]
-        at += high - low
-    return array
+        end = at + 4 * (high - low)
+        wide[4 * (low - first) : 4 * (high - first)] = ids[at:end]
+        at = end
+    return wide

@@ -7,16 +7,20 @@ is in the way: a hole, a page host has already, a promise, another save under wa
 
 from __future__ import annotations
 
+from struct import Struct
+
 import numpy as np
 
 from .group import DEVICE, HOST
 from .lease import Holder, Span, hold
-from .node import Node
-from .pool import FLIGHT, Ids
+from .node import Copy, Node
+from .pool import FLIGHT, TREE, Ids
 from .room import Room
-from .runs import HOLE, Ranges, Run, joined, ranges, runs, spread
+from .runs import HOLE, Ranges, Run, joined, pages_in, ranges, runs, spread
 from .transfer import Ledger, Operation, Parts, Transfer
 from .tree import Cover, Tree, as_ids
+
+_id = Struct("<i").unpack_from
 
 
 class Saves:
@@ -26,38 +30,49 @@ class Saves:
         self.ledger = ledger
         host = [bool(group.host_pages) for group in tree.groups]
         whole = all(host[g] for g in tree.closed)  # closed groups are on host together or not at all
-        self.savable = [g for g, there in enumerate(host) if there and (whole or g not in tree.closed)]
+        self.closed = tree.closed if whole else []
+        self.loose = [g for g in tree.loose if host[g]]
+        self.slots = [g for g in tree.slots if host[g]]
+        self.everything = all(host)
 
     def begin_save(self, span: Span) -> Operation | None:
         """Start to copy to host what of `span` is not there and not on its way. None: nothing to do, or no room."""
         tree, node = self.tree, span.node
         if not tree.has_host or not node.alive or not node.root.hooked:
             return None
-        path = tree.cover(node, span.first, min(span.last, node.end))
-        found = self._to_save(path)
-        if not found:
+        end = node.start + node.n
+        path = tree.cover(node, span.first, span.last if span.last < end else end)
+        sources: dict[tuple[int, int], bytes] = {}
+        where: dict[int, Ranges] = {}
+        need: dict[int, int] = {}
+        first, last = end, 0
+        for g, got in self._to_save(path).items():
+            spots = where[g] = ranges(got)
+            raw = sources[DEVICE, g] = joined(got)
+            need[g] = len(raw) // 4
+            if spots[0][0] < first:
+                first = spots[0][0]
+            if spots[-1][1] > last:
+                last = spots[-1][1]
+        if not need:
             return None
-        where = {g: ranges(got) for g, got in found.items()}
-        first = min([parts[0][0] for parts in where.values()])
-        last = max([parts[-1][1] for parts in where.values()])
-        sources = {(DEVICE, g): joined(got) for g, got in found.items()}
-        need = {g: len(ids) for (_, g), ids in sources.items()}
         holder = hold(tree, node, (DEVICE,), (first, last), sources)
         if not self.room.has(HOST, need) and not self.make_room(node, (last,), need):
             holder.let_go(tree)
             self.ledger.counts["saves_skipped"] += 1
             return None
         parts: Parts = {}
-        for (_, g), ids in sources.items():
-            targets = tree.pools[HOST][g].allocate(len(ids), FLIGHT)
-            if len(ids) < last - first:
-                ids, targets = spread(where[g], ids, first, last), spread(where[g], targets, first, last)
-            parts[g] = (ids, targets)
+        n = last - first
+        for (_, g), raw in sources.items():
+            targets = tree.pools[HOST][g].take(need[g], FLIGHT)
+            if need[g] < n:
+                raw, targets = spread(where[g], raw, first, last), spread(where[g], targets, first, last)
+            parts[g] = (np.frombuffer(raw, np.int32), np.frombuffer(targets, np.int32))
         node.tried = node.device.used
         operation, transfer = self.ledger.begin(HOST, node, first, last, parts, where, holder)
         for at, low, high in path:
             if at.start + low < last and at.start + high > first:
-                at.saving = [*(at.saving or ()), transfer]
+                at.saving = [*at.saving, transfer] if at.saving else [transfer]
         return operation
 
     def make_room(self, node: Node, boundaries: tuple[int, ...], need: dict[int, int]) -> bool:
@@ -77,15 +92,15 @@ class Saves:
 
     def _keep(self, node: Node, boundaries: tuple[int, ...]) -> Holder:
         tree = self.tree
-        kept: dict[tuple[int, int], Ids] = {}
+        kept: dict[tuple[int, int], bytes] = {}
         for g in tree.loose:
             ids = np.concatenate([self._window_on_host(node, g, at) for at in boundaries])
             if len(ids):
-                kept[HOST, g] = ids if len(boundaries) == 1 else np.unique(ids)
+                kept[HOST, g] = (ids if len(boundaries) == 1 else np.unique(ids)).tobytes()
         for g in tree.slots:
             snapshot = tree.copy_in(node, HOST).pages[g] if node.end in boundaries else None
             if snapshot:
-                kept[HOST, g] = np.array([snapshot], np.int32)
+                kept[HOST, g] = snapshot.to_bytes(4, "little")
         return hold(tree, node, (HOST,), (0, max(boundaries)), kept)
 
     def _window_on_host(self, node: Node, g: int, boundary: int) -> Ids:
@@ -103,41 +118,33 @@ class Saves:
 
     def _to_save(self, path: Cover) -> dict[int, list[Run]]:
         """By group: the device pages of `path` that host does not have, root side first."""
-        tree = self.tree
-        closed, slots = tree.closed, tree.slots
-        found: dict[int, list[Run]] = {g: [] for g in self.savable}
+        found: dict[int, list[Run]] = {}
         for node, low, high in reversed(path):
-            host = node.host
-            assert host is not None
-            busy = node.promised or node.saving
-            start = node.start
-            for g, runs_found in found.items():
-                pages = node.device.pages[g]
-                if not pages:
-                    continue
-                first = low
-                if g in closed:
-                    if host.count > low:
-                        first = host.count
-                        if first >= high:
-                            continue
-                    ids = pages[4 * first : 4 * high]
-                    simple = not busy
-                elif g in slots:
-                    if high == node.n and not host.pages[g] and not self._under_way(node, g):
-                        runs_found.append((start + high - 1, pages.to_bytes(4, "little")))
-                    continue
-                else:
-                    ids = pages[4 * first : 4 * high]
-                    there = host.pages[g]
+            start, there, busy = node.start, node.device.pages, node.promised or node.saving
+            host: Copy = node.host  # type: ignore[assignment]
+            kept = host.pages
+            first = host.count if host.count > low else low
+            if first < high:
+                for g in self.closed:
+                    if there[g]:
+                        ids = there[g][4 * first : 4 * high]
+                        got = self._unsaved(node, g, first, bytes(ids)) if busy else [(start + first, ids)]
+                        found[g] = found[g] + got if g in found else got
+            for g in self.loose:
+                if there[g]:
+                    ids = there[g][4 * low : 4 * high]
                     # Four zero bytes in a row are a hole, or two ids beside each other: only then look closer.
-                    simple = not busy and HOLE not in ids
-                    simple = simple and (not there or there.count(0, 4 * first, 4 * high) == len(ids))
-                if simple:
-                    runs_found.append((start + first, ids))
-                else:
-                    runs_found += self._unsaved(node, g, first, bytes(ids))
-        return {g: got for g, got in found.items() if got}
+                    if busy or HOLE in ids or (kept[g] and kept[g].count(0, 4 * low, 4 * high) < len(ids)):
+                        got = self._unsaved(node, g, low, bytes(ids))
+                    else:
+                        got = [(start + low, ids)]
+                    found[g] = found[g] + got if g in found else got
+            if high == node.n:
+                for g in self.slots:
+                    if there[g] and not kept[g] and not (busy and self._under_way(node, g)):
+                        got = [(start + high - 1, there[g].to_bytes(4, "little"))]
+                        found[g] = found[g] + got if g in found else got
+        return {g: got for g, got in found.items() if got} if [] in found.values() else found
 
     @staticmethod
     def _under_way(node: Node, g: int) -> bool:
@@ -187,9 +194,12 @@ class Saves:
         ledger.let_go(transfer)
         return Span(transfer.first, transfer.last, transfer.node)
 
-    def land(self, transfer: Transfer, path: Cover) -> Ranges:
+    def land(self, transfer: Transfer, path: Cover) -> int:
         """What has come to host is the tree's now, or is freed where host has it already. `path` is what the transfer
-        covers. Returns the ranges that landed, of any group."""
+        covers. Returns how many pages landed, of any group."""
+        start = self._simple_start(transfer, path)
+        if start is not None:
+            return self._land_all(transfer, path, start)
         tree, ledger = self.tree, self.ledger
         landed: Ranges = []
         for g, where in transfer.ranges.items():
@@ -209,7 +219,98 @@ class Saves:
             landed += kept
         for node, _, _ in path:
             node.host.used = tree.now  # type: ignore[union-attr]
-        return landed
+        return pages_in(landed)
+
+    def _simple_start(self, transfer: Transfer, path: Cover) -> int | None:
+        """From where on every group of pages came whole, if all of it can be put where it belongs, as mostly: host has
+        exactly what is before it in each node, and snapshots stand where nodes end. Else None."""
+        tree, came = self.tree, transfer.ranges
+        start = -1
+        for g in tree.paged:
+            if g in came:
+                ((low, high), *more) = came[g]
+                if more or high != transfer.last or (low != start and start >= 0):
+                    return None
+                start = low
+        if start < 0:
+            return None
+        closed = bool(tree.closed) and tree.closed[0] in came
+        loose, slots = [g for g in tree.loose if g in came], [g for g in tree.slots if g in came]
+        ends = set()
+        for node, low, high in path:
+            host: Copy = node.host  # type: ignore[assignment]
+            first = start - node.start
+            if first < low:
+                first = low
+            if first < high:
+                if closed and host.count != first:
+                    return None
+                for g in loose:
+                    pages = host.pages[g]
+                    if pages and pages.count(0, 4 * first, 4 * high) < 4 * (high - first):
+                        return None
+            if slots and high == node.n:
+                ends.add(node.start + high)
+                for g in slots:
+                    if host.pages[g]:
+                        return None
+        for g in slots:
+            for low, high in came[g]:
+                if low + 1 != high or high not in ends:
+                    return None
+        return start
+
+    def _land_all(self, transfer: Transfer, path: Cover, start: int) -> int:
+        """`land` where nothing is in the way: pages from `start` on, and snapshots."""
+        tree, base = self.tree, transfer.first
+        pools, shelf, now = tree.pools[HOST], tree.shelves[HOST], tree.now
+        raws = {g: targets.tobytes() for g, (_, targets) in transfer.parts.items()}
+        closed = [(g, raws[g]) for g in tree.closed if g in raws]
+        loose = [(g, raws[g], tree.queues[g, HOST]) for g in tree.loose if g in raws]
+        slots = [(g, raws[g], tree.queues[g, HOST]) for g in tree.slots if g in raws]
+        landed = 0
+        for node, low, high in path:
+            host: Copy = node.host  # type: ignore[assignment]
+            pages, column = host.pages, node.start
+            first = start - column
+            if first < low:
+                first = low
+            end = 4 * (column + high - base)
+            if first < high:
+                begin = 4 * (column + first - base)
+                for g, raw in closed:
+                    pages[g] = pages[g] + raw[begin:end] if first else raw[begin:end]
+                if closed:
+                    if not first:
+                        node.parent.host.kids += 1  # type: ignore[union-attr]
+                    host.count = high
+                    if not host.holds:
+                        shelf.evictable += high - first
+                        if not host.kids:
+                            tree.shelve(node, host, HOST)
+                for g, raw, queue in loose:
+                    if pages[g] is None:
+                        pages[g] = bytearray(4 * node.n)
+                    pages[g][4 * first : 4 * high] = raw[begin:end]
+                    queue.add(node, host)
+            if high == node.n:
+                for g, raw, queue in slots:
+                    slot = pages[g] = _id(raw, end - 4)[0]
+                    if slot:
+                        pools[g].move_one(slot, FLIGHT, TREE)
+                        pools[g].idle += 1
+                        queue.add(node, host)
+                        landed += 1
+            host.used = now
+        n = transfer.last - start
+        for g, raw in closed:
+            pools[g].hand(raw[-4 * n :], FLIGHT, TREE)
+        for g, raw, _ in loose:
+            pools[g].hand(raw[-4 * n :], FLIGHT, TREE)
+            pools[g].idle += n
+        if tree.announcing and tree.told in transfer.ranges:
+            self.ledger.announce(transfer.node, HOST, transfer.ranges[tree.told])
+        return landed + n * (len(loose) + bool(closed))
 
     def _land_closed(self, transfer: Transfer, where: Ranges, path: Cover) -> Ranges:
         """Host copies of closed groups: the first pages of each node. A gap before them becomes a node of its own."""

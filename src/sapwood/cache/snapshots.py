@@ -47,7 +47,7 @@ class Snapshots:
             for g in tree.slots
         ]
         if lease.seed:
-            ids = {(DEVICE, g): np.array([slot], np.int32) for g, slot in lease.seed.items()}
+            ids = {(DEVICE, g): slot.to_bytes(4, "little") for g, slot in lease.seed.items()}
             if not lease.detached:
                 node = lease.seed_node
                 assert node is not None
@@ -58,7 +58,7 @@ class Snapshots:
                 if lease.upto[g] > lease.boundary:
                     continue  # the tree has this page by now
                 target = int(lease.table(g)[lease.boundary])
-                copies.append(PageCopy(tree.groups[g].name, int(page[0]), target, lease.copied, "before"))
+                copies.append(PageCopy(tree.groups[g].name, int.from_bytes(page, "little"), target, lease.copied, "before"))
             flight.holders.append(lease.source)
             lease.source, lease.copied_at = None, flight.step
         return copies

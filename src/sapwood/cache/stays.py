@@ -71,7 +71,7 @@ class Stays:
         self._count(pages, 1)
         self._last += 1
         self.ledger.counts["stays"] += 1
-        held = {(HOST, g): ids for g, ids in pages.items()}
+        held = {(HOST, g): ids.tobytes() for g, ids in pages.items()}
         self.live[self._last] = hold(tree, node, (HOST,), (0, boundary), held)
         return Stayed(self._last, short)
 
@@ -79,7 +79,7 @@ class Stays:
         """Let go of it. One that is over already, with its namespace, may be ended again."""
         holder = self.live.pop(stay, None)
         if holder is not None:
-            self._count({g: ids for (_, g), ids in holder.pages.items()}, -1)
+            self._count({g: as_ids(ids) for (_, g), ids in holder.pages.items()}, -1)
             holder.let_go(self.tree)
 
     def leave(self, root: Root) -> None:

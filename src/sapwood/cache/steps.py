@@ -216,8 +216,7 @@ class Steps:
     def _unread_detached(self, lease: Lease, reading: dict[tuple[int, int], Ids], freed: list[tuple[int, Ids]]) -> None:
         for (_, g), ids in reading.items():
             pool = self.tree.pools[DEVICE][g]
-            last = ids[pool.readers[ids] == 1]
-            pool.readers[ids] -= 1
+            last = pool.unread_unhooked(ids)
             pool.move(last, UNHOOKED, FLIGHT)
             freed.append((g, last))
 
@@ -226,10 +225,11 @@ class Steps:
         old = lease.node
         low = max(page, 0)
         if held is not None:
-            held.holders.append(hold(tree, old, (DEVICE,), (low, lease.depth), reading))
+            pages = {key: ids.tobytes() for key, ids in reading.items()}
+            held.holders.append(hold(tree, old, (DEVICE,), (low, lease.depth), pages))
         for (_, g), ids in reading.items():
             tree.pools[DEVICE][g].unread(ids)
-            tree.requeue(old, DEVICE, [g], low, lease.depth)
+            tree.requeue(old, DEVICE, g, low, lease.depth)
         if lease.depth > page:
             node = tree.node_ending(old, page) if page else lease.root.top
             tree.pin(node, DEVICE)
@@ -317,7 +317,7 @@ class Steps:
         for g in tree.paged if lease.detached else tree.loose:
             columns, ids = lease.adopted(g)
             if len(ids) and tree.pools[DEVICE][g].unread(ids) and not lease.detached:
-                tree.requeue(lease.node, DEVICE, [g], int(columns[0]), int(columns[-1]) + 1)
+                tree.requeue(lease.node, DEVICE, g, int(columns[0]), int(columns[-1]) + 1)
         del lease.root.holders[lease]
         if not lease.detached:
             tree.unpin(lease.node, DEVICE)

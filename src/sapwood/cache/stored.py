@@ -78,7 +78,7 @@ class Stored:
         self.fetches: dict[int, Fetch] = {}
         self.backups: dict[int, Holder] = {}
         self.later: list[_Later] = []
-        self.whole = len(saves.savable) == len(tree.groups)  # what no group could be served from host, is not fetched
+        self.whole = saves.everything  # what no group could be served from host, is not fetched
         self.cuts_anywhere = len(tree.closed) == len(tree.groups)  # any first part of what can be served can be served
 
     # ---- questions
@@ -131,7 +131,8 @@ class Stored:
             self.ledger.counts["fetches_skipped"] += 1
             return None
         targets = {
-            g: spread(spans, tree.pools[HOST][g].allocate(need[g], FLIGHT), first, last) for g, spans in where.items()
+            g: as_ids(spread(spans, tree.pools[HOST][g].take(need[g], FLIGHT), first, last))
+            for g, spans in where.items()
         }
         op = self.ledger.number()
         self.fetches[op] = Fetch(op, root, tokens[: last * tree.page_bytes], first, last, targets, where)
@@ -222,7 +223,7 @@ class Stored:
         landed = self.saves.land(transfer, tree.cover(node, first, end))
         ledger.count(transfer, "fetched", landed)
         holder.let_go(tree)  # a node that nothing came for is swept now
-        return sum([high - low for low, high in landed])
+        return landed
 
     def _grown(self, root: Root, tokens: bytes, end: int) -> Node:
         """A node on the path of `tokens` that reaches `end`; what of the path is not there is attached, empty."""
@@ -277,7 +278,7 @@ class Stored:
         op = self.ledger.number()
         self.backups[op] = hold(tree, anchor, (HOST,), (first, last), held)
         self.ledger.counts["backups"] += 1
-        pages = {tree.groups[g].name: spread(where[g], ids, first, last) for (_, g), ids in held.items()}
+        pages = {tree.groups[g].name: as_ids(spread(where[g], ids, first, last)) for (_, g), ids in held.items()}
         return [StoreOperation(op, node.root.namespace, first, self._hashes_on(anchor, first, last), pages)]
 
     def backup_done(self, op: int, ok: bool) -> Span | None:

@@ -15,7 +15,7 @@ from .lease import Holder, Lease
 from .namespace import Namespace
 from .node import Copy, Node
 from .pool import FLIGHT, TREE, Ids
-from .runs import Ranges, runs
+from .runs import Ranges, pages_in, runs
 from .tree import Cover, Tree
 
 Parts = dict[int, tuple[Ids, Ids]]
@@ -115,9 +115,8 @@ class Ledger:
         transfer.node.moving -= 1
         transfer.holder.let_go(self.tree)
 
-    def count(self, transfer: Transfer, what: str, kept: Ranges) -> None:
+    def count(self, transfer: Transfer, what: str, pages: int) -> None:
         """Pages that came, of any group."""
-        pages = sum([high - low for low, high in kept])
         self.counts[f"pages_{what}"] += pages
         transfer.node.root.tally[f"{what}_pages"] += pages
 
@@ -133,7 +132,7 @@ class Ledger:
 
     def tree_owns(self, transfer: Transfer, groups: list[int], kept: Ranges) -> int:
         """The pages that came for the ranges `kept` are the tree's now. Returns how many."""
-        n, base = sum([high - low for low, high in kept]), transfer.first
+        n, base = pages_in(kept), transfer.first
         for g in groups if n else ():
             ids = transfer.parts[g][1]
             if n < len(ids):

@@ -207,7 +207,7 @@ class Tree:
                 low.pages[g] = pages[4 * k :]
                 self.queues[g, tier].add(upper, top)
         if top.count and not top.kids and not top.holds:
-            self._shelve(upper, top, tier)
+            self.shelve(upper, top, tier)
 
     def attach(self, parent: Node, edge: bytes | bytearray, n: int) -> Node:
         """A new child of `parent`, with nothing in it yet."""
@@ -278,7 +278,7 @@ class Tree:
             copy.used = now
             freed += copy.count
             if not copy.kids and copy.count:
-                self._shelve(at, copy, tier)
+                self.shelve(at, copy, tier)
             at = at.parent
         self.shelves[tier].evictable += freed
         if at is not node and not node.children:
@@ -298,7 +298,7 @@ class Tree:
             for g in self.closed:
                 pages[g] = bytes(pages[g])
 
-    def _shelve(self, node: Node, copy: Copy, tier: int) -> None:
+    def shelve(self, node: Node, copy: Copy, tier: int) -> None:
         if not copy.queued & _IN_SHELF:
             copy.queued |= _IN_SHELF
             heappush(self.shelves[tier].heap, (copy.used, node.seq, node))
@@ -320,7 +320,7 @@ class Tree:
         if not copy.holds:
             self.shelves[tier].evictable += added
             if not copy.kids:
-                self._shelve(node, copy, tier)
+                self.shelve(node, copy, tier)
 
     def _drop_closed(self, node: Node, tier: int, keep: int) -> None:
         """Free the closed pages of `node` in a tier from its page `keep` on."""
@@ -345,7 +345,7 @@ class Tree:
         copy = self.copy_in(parent, tier)
         copy.kids -= 1
         if not copy.kids and copy.count and not copy.holds:
-            self._shelve(parent, copy, tier)
+            self.shelve(parent, copy, tier)
 
     def evict_closed(self, tier: int, need: int) -> None:
         """Free `need` closed pages of a tier: whole leaves, least recently used first, and the last one trimmed.
@@ -361,7 +361,7 @@ class Tree:
             if copy.holds or copy.kids or not copy.count:
                 continue
             if copy.used > used:
-                self._shelve(node, copy, tier)
+                self.shelve(node, copy, tier)
                 continue
             if tier == DEVICE and node.host is not None and 0 < node.host.count < node.n:
                 self.split(node, node.host.count)  # the part that is on the device alone goes first
@@ -411,7 +411,7 @@ class Tree:
     def _shelve_if_leaf(self, node: Node, tier: int) -> None:
         copy = self.copy_in(node, tier)
         if copy.count and not copy.kids and not copy.holds:
-            self._shelve(node, copy, tier)
+            self.shelve(node, copy, tier)
 
     # ---- pruning
 
@@ -552,16 +552,15 @@ class Tree:
         self.evicted[tier][g] += pages
         node.root.tally["evicted_pages"] += pages
 
-    def requeue(self, node: Node, tier: int, groups: list[int], low: int, high: int) -> None:
-        """Pages of `groups` in columns [low, high) of the path to `node` may have lost their last reader."""
-        for g in groups:
-            queue = self.queues[g, tier]
-            at, standing = node, queue.bits[0]
-            while True:
-                if at.start < high:
-                    copy: Copy = at.host if tier else at.device  # type: ignore[assignment]
-                    if not copy.queued & standing and copy.pages[g]:
-                        queue.add(at, copy)
-                if at.start <= low:
-                    break
-                at = at.parent  # type: ignore[assignment]
+    def requeue(self, node: Node, tier: int, g: int, low: int, high: int) -> None:
+        """Pages of a group in columns [low, high) of the path to `node` may have lost their last reader."""
+        queue = self.queues[g, tier]
+        standing = queue.bits[0]
+        while True:
+            if node.start < high:
+                copy: Copy = node.host if tier else node.device  # type: ignore[assignment]
+                if not copy.queued & standing and copy.pages[g]:
+                    queue.add(node, copy)
+            if node.start <= low:
+                break
+            node = node.parent  # type: ignore[assignment]
