@@ -176,8 +176,11 @@ class Desk:
     def admit(self, match: Match, upto: int, keep: Keep) -> tuple[Lease, Operation | None] | None:
         """A lease on everything `match` promised, with private pages up to token `upto`; or None, nothing changed."""
         tree, room = self.tree, self.room
-        if self.plain and match.path.tier == DEVICE and match.sibling is None:
-            lease = self._admit_plain(match, upto, keep)
+        if match.sibling is None:
+            if not self.plain:
+                lease = self._admit_resident(match, upto, keep)
+            else:
+                lease = self._admit_plain(match, upto, keep) if match.path.tier == DEVICE else None
             if lease is not None:
                 return lease, None
         wish = self.wish(match, upto)
@@ -234,6 +237,89 @@ class Desk:
             note_promises(tree, lease)
         return lease
 
+    def _admit_resident(self, match: Match, upto: int, keep: Keep) -> Lease | None:
+        """`admit`, if everything it reads is on the device and free pages are enough, as mostly; slots may have to be
+        evicted. None if it is not so; then nothing has changed."""
+        tree, path = self.tree, match.path
+        size, boundary, pools = tree.page_size, match.boundary, tree.pools[DEVICE]
+        depth = match.depth
+        if path.tier and tree.closed:
+            depth = path.device_closed(path.depth)
+            if depth < boundary:
+                return None
+        columns = -(-upto // size)
+        more = max(0, -(-keep.tokens // size) - max(columns, depth)) + keep.pages
+        need = columns - depth if columns > depth else 0
+        for g in tree.closed:
+            if need + more > pools[g].counts[FREE]:
+                return None
+        windows = []
+        for g in tree.loose:
+            family = tree.families[g]
+            spans = family.columns(boundary, match.length)
+            if len(spans) > 1:
+                return None
+            low = spans[0][0] if spans else boundary
+            end = depth if depth > boundary and (family.reads_promised or not tree.promises) else boundary
+            raw = path.device_raw(g, low, end)
+            if raw is None or columns - end + keep.rows > pools[g].counts[FREE]:
+                return None
+            windows.append((g, low, end, raw))
+        seat = None
+        if tree.slots and boundary:
+            seat = path.ending(boundary)
+        for g in tree.slots:
+            pool = pools[g]
+            seed = seat.device.pages[g] if seat is not None else 0
+            if seat is not None and not seed:
+                return None
+            if not pool.counts[FREE] and pool.idle <= (seed > 0 and not pool.read_by(seed)):
+                return None
+        lease, nodes = self._anchored(match, depth)
+        for g in tree.closed:
+            table = lease.tables[g] = bytearray().join([node.device.pages[g] for node in nodes])
+            lease.upto[g] = depth
+            if need:
+                table += pools[g].take(need, LEASE)
+        for g, low, end, raw in windows:
+            table = lease.tables[g] = bytearray(4 * low)
+            table += raw
+            lease.low[g], lease.upto[g] = low, end
+            if raw:
+                pools[g].read_raw(raw)
+                for at in reversed(nodes):
+                    if at.start + at.n <= low:
+                        break
+                    at.device.used = tree.now
+            if columns > end:
+                table += pools[g].take(columns - end, LEASE)
+        if seat is not None:
+            lease.seed_node = seat
+            seat.device.used = tree.now
+            for g in tree.slots:
+                lease.seed[g] = seat.device.pages[g]
+                pools[g].read_one(lease.seed[g])
+        for g in tree.slots:
+            if not pools[g].counts[FREE]:  # all that it reads is held: who goes now is somebody else's
+                tree.queues[g, DEVICE].evict(1)
+            slot = lease.working[g] = pools[g].allocate_one(LEASE)
+            lease.tables[g] += slot.to_bytes(4, "little")
+        if tree.promises:
+            note_promises(tree, lease)
+        if match.cuts:
+            self._will_snapshot(lease, match)
+        return lease
+
+    def _will_snapshot(self, lease: Lease, match: Match) -> None:
+        """Let others know at which page ends this request will leave a snapshot."""
+        if lease.detached:
+            return
+        size, makers = self.tree.page_bytes, lease.root.makers
+        lease.cuts, lease.tokens = match.cuts, match.tokens
+        for cut in match.cuts:
+            page = match.tokens[(cut - 1) * size : cut * size]
+            makers.setdefault(cut, {}).setdefault(page, []).append(lease)
+
     def _ahead(self, wish: Wish, upto: int, keep: Keep) -> dict[int, int]:
         """What must be there for the admission and what is to be kept beside it."""
         tree = self.tree
@@ -276,7 +362,6 @@ class Desk:
     def _open(self, match: Match, wish: Wish) -> Lease:
         """Pin the path and read the pages the lease needs of it."""
         tree = self.tree
-        root = match.binding._root
         lease, nodes = self._anchored(match, wish.depth)
         node = lease.node
         if wish.load or wish.joined:
@@ -294,12 +379,8 @@ class Desk:
         for g in tree.loose:
             self._read_loose(lease, g, wish, nodes)
         note_promises(tree, lease)
-        if match.cuts and not lease.detached:
-            lease.cuts = match.cuts
-            lease.tokens = match.tokens
-            for cut in match.cuts:
-                page = match.tokens[(cut - 1) * tree.page_bytes : cut * tree.page_bytes]
-                root.makers.setdefault(cut, {}).setdefault(page, []).append(lease)
+        if match.cuts:
+            self._will_snapshot(lease, match)
         return lease
 
     def _anchored(self, match: Match, depth: int) -> tuple[Lease, list[Node]]:

@@ -114,6 +114,29 @@ class Path:
                     break
         return table
 
+    def device_raw(self, index: int, low: int, high: int) -> bytes | None:
+        """The device pages of a group from `low` to `high`; None if one is missing."""
+        if low >= high:
+            return b""
+        parts = []
+        for node in reversed(self.nodes):
+            start = node.start
+            if start >= high:
+                continue
+            pages = node.device.pages[index]
+            if not pages:
+                return None
+            if start > low and start + node.n <= high:
+                parts.append(pages)
+            else:
+                parts.append(pages[4 * (low - start) if low > start else 0 : 4 * (high - start)])
+            if start <= low:
+                break
+        parts.reverse()
+        raw = b"".join(parts)
+        # Four zero bytes in a row are a hole, or two ids beside each other: only then look closer.
+        return None if HOLE in raw and 0 in memoryview(raw).cast("i").tolist() else raw
+
     def device_run(self, index: int, low: int, high: int) -> bytearray:
         """The device pages of a group from `low` on, at most to `high`, as far as there is no hole."""
         pages = self.device_pages(index, [(low, high)], high)[4 * low :]
