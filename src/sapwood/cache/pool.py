@@ -28,9 +28,8 @@ UNHOOKED: Final = 4
 OWNERS: Final = ("free", "leases", "tree", "flight", "unhooked")[1:]
 _NOBODY: Final = 255  # of the null page
 _FEW: Final = 6  # up to so many pages a loop beats looking whether they are a run ...
-_SOME: Final = 32  # ... and numpy, whose every call costs as much as a dozen turns
+_SOME: Final = 16  # ... and numpy, whose every call costs as much as a dozen turns
 _CROWD: Final = 255  # so many readers, or more
-_ONE: Final = np.uint8(1)
 _ONE_MORE: Final = bytes([*range(1, 256), 0])
 _ONE_LESS: Final = bytes([255, *range(255)])
 _MARKS: Final = [bytes([owner]) for owner in range(5)]
@@ -51,6 +50,10 @@ def _run(raw: bytes | bytearray) -> int:
     """The first of these ids if they lie side by side, in order (then they are different pages), else 0."""
     first = _FIRST(raw)[0]
     return first if raw == _order[4 * first : 4 * first + len(raw)] else 0
+
+
+def _pairs(counts: bytes, owners: bytes) -> list[tuple[int, int]]:
+    return list(zip(counts, owners, strict=True))
 
 
 class PoolError(RuntimeError):
@@ -120,15 +123,17 @@ class PagePool:
             raise PoolError(f"{self.name}: {n} pages asked for, {self.free} of {self.capacity} are free")
         raw = self._stack_bytes[4 * low : 4 * (low + n)].tobytes()
         self._low = low + n
-        if n <= _FEW:
+        first = self._places[low] if n else 0
+        if n == 1:
+            self.owner[first] = owner
+        elif raw == _order[4 * first : 4 * (first + n)]:
+            self.owner[first : first + n] = _MARKS[owner] * n
+        elif n <= _SOME:
+            owners = self.owner
             for page in memoryview(raw).cast("i"):
-                self.owner[page] = owner
+                owners[page] = owner
         else:
-            first = _run(raw)
-            if first:
-                self.owner[first : first + n] = _MARKS[owner] * n
-            else:
-                self._owner[self._stack[low : low + n].astype(np.intp)] = owner
+            self._owner[self._stack[low : low + n].astype(np.intp)] = owner
         self.counts[FREE] -= n
         self.counts[owner] += n
         if self.watch is not None and n:
@@ -317,15 +322,16 @@ class PagePool:
 
     def _read_scattered(self, ids: Ids) -> None:
         at = ids.astype(np.intp)
-        before = self.readers[at]
-        counts = before.tobytes()
+        counts = self.readers[at].tobytes()
         if _CROWD in counts:
             for page in ids.tolist():
                 self.read_one(page)
             return
-        self.readers[at] = before + _ONE
+        self.readers[at] = np.frombuffer(counts.translate(_ONE_MORE), np.uint8)
         if self.by_page and 0 in counts:
-            self.idle -= self._owner[at[before == 0]].tobytes().count(TREE)
+            owners = self._owner[at].tobytes()
+            whole = owners.count(TREE) == len(ids)  # as mostly
+            self.idle -= counts.count(0) if whole else _pairs(counts, owners).count((0, TREE))
 
     def unread(self, ids: Ids) -> bool:
         """One reader less for each of `ids`; unhooked ones that nobody reads now are freed. Returns whether one of
@@ -363,22 +369,27 @@ class PagePool:
 
     def _unread_scattered(self, ids: Ids) -> bool:
         at = ids.astype(np.intp)
-        before = self.readers[at]
-        counts = before.tobytes()
+        counts = self.readers[at].tobytes()
         if 0 in counts:
-            self._unread_by_nobody(int(ids[before == 0][0]))
+            self._unread_by_nobody(int(ids[counts.index(0)]))
         if _CROWD in counts:
             return max([self.unread_one(page) for page in ids.tolist()])
-        self.readers[at] = before - _ONE
+        self.readers[at] = np.frombuffer(counts.translate(_ONE_LESS), np.uint8)
         if 1 not in counts:
             return False
-        last = before == 1
-        owners = self._owner[at[last]].tobytes()
-        if UNHOOKED in owners:
-            self.release(ids[last & (self._owner[at] == UNHOOKED)], UNHOOKED)
-        idle = owners.count(TREE) if self.by_page else 0
-        self.idle += idle
-        return idle > 0
+        owners = self._owner[at].tobytes()
+        idle = 0
+        if owners.count(TREE) == len(ids):  # as mostly
+            idle = counts.count(1)
+        else:
+            left = _pairs(counts, owners)
+            idle = left.count((1, TREE))
+            if (1, UNHOOKED) in left:
+                gone = [page for page, pair in zip(ids.tolist(), left, strict=True) if pair == (1, UNHOOKED)]
+                self.release(np.array(gone, np.int32), UNHOOKED)
+        if self.by_page:
+            self.idle += idle
+        return self.by_page and idle > 0
 
     def unread_unhooked(self, ids: Ids) -> Ids:
         """One reader less for each of `ids`, which are unhooked. Returns those that nobody reads now: nobody frees
