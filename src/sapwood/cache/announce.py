@@ -14,7 +14,7 @@ from .node import Node
 from .pool import Ids
 
 if TYPE_CHECKING:
-    from .tree import Tree
+    from .tree import Cover, Tree
 
 _new = tuple.__new__  # a NamedTuple in a third of the time
 _GPU = MEDIUM[DEVICE]
@@ -22,22 +22,28 @@ _GPU = MEDIUM[DEVICE]
 
 def tell_stored(tree: Tree, node: Node, tier: int, first: int, last: int) -> None:
     """Announce the pages [first, last) of the path to `node`, all of them real in `tier` since just now."""
+    tell_parts(tree, tree.cover(node, first, last), tier)
+
+
+def tell_parts(tree: Tree, parts: Cover, tier: int) -> None:
+    """`tell_stored` for pages whose nodes are at hand, deepest first."""
     size = tree.page_bytes
-    if first >= node.start:
-        low, high = first - node.start, last - node.start
+    node, low, high = parts[0]
+    hashes = node.hashes
+    if hashes is None or len(hashes) < 32 * high:
         hashes = ensure_hashes(node, high, size)
-        parent = bytes(hashes[32 * low - 32 : 32 * low]) if low else _digest_above(tree, node)
+    if len(parts) == 1:
         digests, tokens = bytes(hashes[32 * low : 32 * high]), bytes(node.edge[low * size : high * size])
     else:
-        parts = tree.cover(node, first, last)
-        ensure_hashes(parts[0][0], parts[0][2], size)
-        at, low, _ = parts[-1]
-        assert at.hashes is not None
-        parent = bytes(at.hashes[32 * low - 32 : 32 * low]) if low else _digest_above(tree, at)
-        parts.reverse()
+        parts = parts[::-1]
         digests = b"".join([at.hashes[32 * low : 32 * high] for at, low, high in parts])  # type: ignore[index]
         tokens = b"".join([at.edge[low * size : high * size] for at, low, high in parts])
-    tree.events.append(BlockStored(digests, parent, tokens, tree.page_size, MEDIUM[tier], node.root.namespace))
+        node, low, _ = parts[0]
+        hashes = node.hashes
+        assert hashes is not None
+    parent = bytes(hashes[32 * low - 32 : 32 * low]) if low else _digest_above(tree, node)
+    stored = (digests, parent, tokens, tree.page_size, MEDIUM[tier], node.root.namespace)
+    tree.events.append(_new(BlockStored, stored))
 
 
 def tell_page(tree: Tree, node: Node, page: bytes) -> None:

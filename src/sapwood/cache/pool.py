@@ -195,7 +195,11 @@ class PagePool:
         n = len(raw) // 4
         if not n:
             return
-        self._hand(raw, n, old, new)
+        first = _FIRST(raw)[0]
+        if n > 1 and raw == _order[4 * first : 4 * (first + n)] and self.owner.count(old, first, first + n) == n:
+            self.owner[first : first + n] = _MARKS[new] * n
+        else:
+            self._hand(raw, n, old, new)
         self.counts[old] -= n
         self.counts[new] += n
 

@@ -11,6 +11,7 @@ from struct import Struct
 
 import numpy as np
 
+from .announce import tell_parts
 from .group import DEVICE, HOST
 from .lease import Holder, Span, hold
 from .node import Copy, Node
@@ -62,9 +63,9 @@ class Saves:
             self.ledger.counts["saves_skipped"] += 1
             return None
         parts: Parts = {}
-        n = last - first
+        pools, n = tree.pools[HOST], last - first
         for (_, g), raw in sources.items():
-            targets = tree.pools[HOST][g].take(need[g], FLIGHT)
+            targets = pools[g].take(need[g], FLIGHT)
             if need[g] < n:
                 raw, targets = spread(where[g], raw, first, last), spread(where[g], targets, first, last)
             parts[g] = (np.frombuffer(raw, np.int32), np.frombuffer(targets, np.int32))
@@ -308,9 +309,21 @@ class Saves:
         for g, raw, _ in loose:
             pools[g].hand(raw[-4 * n :], FLIGHT, TREE)
             pools[g].idle += n
-        if tree.announcing and tree.told in transfer.ranges:
-            self.ledger.announce(transfer.node, HOST, transfer.ranges[tree.told])
+        if tree.announcing and tree.told in raws:
+            self._announce(transfer, path, start)
         return landed + n * (len(loose) + bool(closed))
+
+    def _announce(self, transfer: Transfer, path: Cover, start: int) -> None:
+        tree = self.tree
+        if tree.told in tree.slots:
+            self.ledger.announce(transfer.node, HOST, transfer.ranges[tree.told])
+            return
+        while path[-1][0].end <= start:
+            path = path[:-1]
+        node, low, high = path[-1]
+        if node.start + low < start:
+            path = [*path[:-1], (node, start - node.start, high)]
+        tell_parts(tree, path, HOST)
 
     def _land_closed(self, transfer: Transfer, where: Ranges, path: Cover) -> Ranges:
         """Host copies of closed groups: the first pages of each node. A gap before them becomes a node of its own."""
