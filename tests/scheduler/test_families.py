@@ -123,6 +123,42 @@ def test_f11_a_branch_in_the_middle_of_a_prompt_is_hit_on_third_sight(layout):
     run.right_answers()
 
 
+@each_state
+def test_f11_a_chat_that_merely_goes_on_is_not_cut_where_it_ended(layout):
+    """The next turn is one chunk to its last page end, and one for the rest: nobody has branched where the turn before
+    ended, and its checkpoint stands near. Who branches there starts from that; then it is a branch, and who comes next
+    starts right there.
+
+    Mutation: `Matcher._cuts` cuts at `depth` always, or never where a snapshot is near.
+    """
+    run = Run(*groups_of(layout, 16, pages=300), checkpoint_interval=8, every=4)
+    run.run("one", toks(1, 40), 12)  # 51 tokens are computed: three pages, and snapshots at the second and the third
+    run.run("two", [*run.known("one"), *toks(2, 20)], 12)  # 83: five pages, the last snapshot at the fourth
+    chat = run.known("two")
+    assert len(chat) == 84
+    turns = [chat + toks(5 + n, 60) for n in range(4)]
+    cached = [run.run(f"t{n}", turn, 2).cached for n, turn in enumerate(turns)]
+    assert cached == [64, 64, 80, 80]
+    ends = [{row.start + row.length for row in run.rows_by(f"t{n}")} for n in range(2)]
+    assert 80 not in ends[0] and 128 in ends[0], "one chunk up to its last page end"
+    assert 80 in ends[1], "now it is a branch: cut"
+    run.right_answers()
+
+
+@each_state
+def test_f11_a_chat_whose_snapshot_is_far_is_cut_where_it_ended(layout):
+    """The checkpoint of a turn is more than a few pages before its end: the next turn leaves one there for others.
+
+    Mutation: `Matcher._cuts` leaves out `depth` wherever a chat goes on (`_NEAR` is a great number).
+    """
+    run = Run(*groups_of(layout, 16, pages=300), checkpoint_interval=1000, every=4)
+    run.run("one", toks(1, 40), 200)  # 239 are computed: fourteen pages, and the only snapshot at the second
+    chat = run.known("one")
+    cached = [run.run(f"t{n}", chat + toks(5 + n, 60), 2).cached for n in range(3)]
+    assert cached == [32, 224, 240], "where one ended, and then where the others parted"
+    run.right_answers()
+
+
 # ---- F15
 
 

@@ -54,7 +54,7 @@ def joined(pieces: list[Run]) -> bytes:
     return bytes(pieces[0][1]) if len(pieces) == 1 else b"".join([ids for _, ids in pieces])
 
 
-def spread(where: Ranges, ids: bytes, first: int, last: int) -> bytes | bytearray:
+def spread(where: Ranges, ids: bytes | bytearray, first: int, last: int) -> bytes | bytearray:
     """`ids` in their ranges of the pages [first, last), 0 elsewhere."""
     if len(ids) == 4 * (last - first):
         return ids

@@ -65,10 +65,10 @@ class Saves:
         parts: Parts = {}
         pools, n = tree.pools[HOST], last - first
         for (_, g), raw in sources.items():
-            targets = pools[g].take(need[g], FLIGHT)
+            pair: tuple[bytes | bytearray, bytes | bytearray] = raw, pools[g].take(need[g], FLIGHT)
             if need[g] < n:
-                raw, targets = spread(where[g], raw, first, last), spread(where[g], targets, first, last)
-            parts[g] = (np.frombuffer(raw, np.int32), np.frombuffer(targets, np.int32))
+                pair = spread(where[g], pair[0], first, last), spread(where[g], pair[1], first, last)
+            parts[g] = (np.frombuffer(pair[0], np.int32), np.frombuffer(pair[1], np.int32))
         node.tried = node.device.used
         operation, transfer = self.ledger.begin(HOST, node, first, last, parts, where, holder)
         for at, low, high in path:

@@ -6,8 +6,6 @@ it goes only then.
 
 from __future__ import annotations
 
-import numpy as np
-
 from .flight import Flight, Snapshot
 from .follow import Follower
 from .group import DEVICE
@@ -57,8 +55,8 @@ class Snapshots:
             for (_, g), page in lease.source.pages.items():
                 if lease.upto[g] > lease.boundary:
                     continue  # the tree has this page by now
-                target = int(lease.table(g)[lease.boundary])
-                copies.append(PageCopy(tree.groups[g].name, int.from_bytes(page, "little"), target, lease.copied, "before"))
+                source, target = int.from_bytes(page, "little"), int(lease.table(g)[lease.boundary])
+                copies.append(PageCopy(tree.groups[g].name, source, target, lease.copied, "before"))
             flight.holders.append(lease.source)
             lease.source, lease.copied_at = None, flight.step
         return copies
