@@ -300,8 +300,13 @@ class HybridPrefixCache:
         """Hand the first `upto` pages to the tree, promised by `step`; `tokens` are those of the request from its
         first on."""
         self._seated(lease)
-        if upto <= lease.depth and not (lease.cuts or self._tree.loose):
-            return
+        if upto <= lease.depth and not lease.cuts:
+            behind = lease.upto
+            for g in self._tree.loose:
+                if behind[g] < upto:
+                    break
+            else:
+                return
         if len(tokens) < upto * self._tree.page_bytes:
             raise ValueError(f"tokens must hold {upto} pages of {self.page_size}, got {len(tokens) // 4} tokens")
         self._has_pages(lease, upto)

@@ -119,11 +119,14 @@ class PagePool:
     def take(self, n: int, owner: int) -> bytes:
         """`allocate`, as bytes."""
         low = self._low
-        if not 0 <= n <= self.capacity - low:
+        end = low + n
+        if n < 1 or end > self.capacity:
+            if not n:
+                return b""
             raise PoolError(f"{self.name}: {n} pages asked for, {self.free} of {self.capacity} are free")
-        raw = self._stack_bytes[4 * low : 4 * (low + n)].tobytes()
-        self._low = low + n
-        first = self._places[low] if n else 0
+        raw = self._stack_bytes[4 * low : 4 * end].tobytes()
+        self._low = end
+        first = self._places[low]
         if n == 1:
             self.owner[first] = owner
         elif raw == _order[4 * first : 4 * (first + n)]:
@@ -136,7 +139,7 @@ class PagePool:
             self._owner[self._stack[low : low + n].astype(np.intp)] = owner
         self.counts[FREE] -= n
         self.counts[owner] += n
-        if self.watch is not None and n:
+        if self.watch is not None:
             self.watch("taken", np.frombuffer(raw, np.int32))
         return raw
 
@@ -318,11 +321,17 @@ class PagePool:
             if n > _SOME:
                 self._read_scattered(np.frombuffer(raw, np.int32))
                 return
+        owners, idle = self.owner, 0
         for page in memoryview(raw).cast("i"):
-            if 0 < reads[page] < _CROWD:
-                reads[page] += 1
-            else:
+            count = reads[page]
+            if count == _CROWD:
                 self.read_one(page)
+                continue
+            reads[page] = count + 1
+            if not count and owners[page] == TREE:
+                idle += 1
+        if idle and self.by_page:
+            self.idle -= idle
 
     def _read_scattered(self, ids: Ids) -> None:
         at = ids.astype(np.intp)
@@ -363,13 +372,19 @@ class PagePool:
         counts = [reads[page] for page in pages]
         if 0 in counts:
             self._unread_by_nobody(pages[counts.index(0)])
-        became = False
+        owners, idle = self.owner, 0
         for page, count in zip(pages, counts, strict=True):
             if 1 < count < _CROWD:
                 reads[page] = count - 1
-            elif self.unread_one(page):
-                became = True
-        return became
+            elif count == 1 and owners[page] == TREE:
+                reads[page] = 0
+                idle += 1
+            else:
+                self.unread_one(page)
+        if not self.by_page:
+            return False
+        self.idle += idle
+        return idle > 0
 
     def _unread_scattered(self, ids: Ids) -> bool:
         at = ids.astype(np.intp)

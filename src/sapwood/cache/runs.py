@@ -33,12 +33,13 @@ def ranges(pieces: list[Run]) -> Ranges:
         column, ids = pieces[0]
         return [(column, column + len(ids) // 4)]
     where: Ranges = []
+    first, last = pieces[0][0], pieces[0][0]
     for column, ids in pieces:
-        end = column + len(ids) // 4
-        if where and where[-1][1] == column:
-            where[-1] = (where[-1][0], end)
-        else:
-            where.append((column, end))
+        if column != last:
+            where.append((first, last))
+            first = column
+        last = column + len(ids) // 4
+    where.append((first, last))
     return where
 
 
