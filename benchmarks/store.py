@@ -1,5 +1,7 @@
 """Figures of the file store: pages put and got, with checksums, beside one plain file of the same bytes.
 
+The store is in a process of its own, as an engine has it.
+
 Wall time, because disks and threads are what is measured; each repeat of ours is held against its neighbour in time.
 Plain: one file, written and read from front to end in pieces of a page, by one thread, from and to the same memory.
 """
@@ -8,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import mmap
 import os
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from statistics import median
 
 import numpy as np
 
-from sapwood.store import Fingerprint, GroupLayout, JobDone, Store, open_store
+from sapwood.store import Fingerprint, GroupLayout, JobDone, Store, open_store, shared
 
 from .timing import Figure
 
@@ -51,8 +52,12 @@ def seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def memory(pages: int, page_bytes: int) -> np.ndarray:
-    return np.frombuffer(mmap.mmap(-1, pages * page_bytes), np.uint8).reshape(pages, page_bytes)
+def opened(uri: str, page_bytes: int, pages: int) -> tuple[Store, np.ndarray]:
+    """A store, and the memory it knows."""
+    store = open_store(uri, fingerprint(page_bytes), process=True)
+    array = shared((pages, page_bytes))
+    store.register("full", array)
+    return store, array
 
 
 class Rival:
@@ -61,12 +66,10 @@ class Rival:
     def __init__(self, folder: Path, page_bytes: int, pages: int) -> None:
         self.folder = folder
         self.ids = np.arange(1, pages + 1)
-        self.array = memory(pages + 1, page_bytes)
+        self.store, self.array = opened(f"file://{folder}/store?size=100GiB", page_bytes, pages + 1)
         self.array[:] = np.random.default_rng(1).integers(0, 256, self.array.shape, np.uint8)
         self.rows = [memoryview(self.array[i]) for i in self.ids]
         self.bytes = pages * page_bytes
-        self.store: Store = open_store(f"file://{folder}/store?size=100GiB", fingerprint(page_bytes))
-        self.store.register("full", self.array)
         self.round = 0
 
     def new_keys(self) -> None:
@@ -148,9 +151,7 @@ import sys, time
 import numpy as np
 from benchmarks.store import *
 folder, page_bytes, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-store = open_store(f"file://{folder}?size={size}", fingerprint(page_bytes))
-array = memory(2, page_bytes)
-store.register("full", array)
+store, array = opened(f"file://{folder}?size={size}", page_bytes, 2)
 job = store.get([hashlib.sha256(b"7").digest()], {"full": [1]}, timeout=60)
 store.wait(60)
 assert store.poll()[0].run() == 1
@@ -164,10 +165,8 @@ def first_hit(folder: Path, quick: bool) -> Figure:
     """A new process, a store of 5 GB: how long from its start to its first page?"""
     page_bytes, total = MIB, (1 if quick else 5) * 10**9
     pages = 64
-    store = open_store(f"file://{folder}?size={2 * total}", fingerprint(page_bytes))
-    array = memory(pages + 1, page_bytes)
+    store, array = opened(f"file://{folder}?size={2 * total}", page_bytes, pages + 1)
     array[:] = 7
-    store.register("full", array)
     for low in range(0, total // page_bytes, pages):
         names = [hashlib.sha256(str(i).encode()).digest() for i in range(low, low + pages)]
         store.put(names, {"full": np.arange(1, pages + 1)}, timeout=120)

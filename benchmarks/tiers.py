@@ -6,8 +6,9 @@ request that ends makes room for another, whose prompt begins as others did. CPU
 A start or poll of transfers takes longer by the wall clock than its own CPU because
 
     it sleeps      for a lock, for Python's own, for a file: all of it counts as blocked by the store
-    it is ready    but a thread of the store has its processor: counts too. Taken for it is all CPU that other threads
-                   of this process had meanwhile: never too little, and too much where there are several processors
+    it is ready    but the store has its processor: counts too. Taken for it is all CPU that the store's process and
+                   other threads of this one had meanwhile: never too little, and too much where there are several
+                   processors
                    but another process has its processor: that is not the store's, and is told beside
     it runs        on a processor that the host of a virtual machine has given to others: told beside too
 
@@ -35,7 +36,7 @@ from sapwood.cache import CacheGroup
 from sapwood.engine import DeviceArena, EngineLoop, HostArena, NumpyMover, Tiers
 from sapwood.engine.arena import aligned
 from sapwood.scheduler import Event, Plan, RequestSpec, Scheduler, SchedulerConfig, StepDone
-from sapwood.store import Faults, FaultyBackend, Fingerprint, GroupLayout, Store, open_store
+from sapwood.store import Fingerprint, GroupLayout, Store, open_store
 
 from .timing import Figure, clock
 
@@ -57,9 +58,11 @@ class Model:
 
 class Clocks:
     """Of the thread that made it: how often it slept, the wall clock, its CPU, its time ready but not running, and the
-    CPU of the other threads."""
+    CPU of the other threads and of the store's process."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: Store | None) -> None:
+        pid = store.stats()["process"]["pid"] if store is not None else 0
+        self._store = (~pid << 3) | 2 if pid else None  # as Linux numbers the clock of a process
         self._file: int | None = None
         self._keeping = ctypes.PyDLL(None)
         self._text = ctypes.create_string_buffer(128)
@@ -75,7 +78,8 @@ class Clocks:
             self._keeping.pread(self._file, self._text, 127, ctypes.c_long(0))
             ready = int(self._text.value.split()[1]) * 1e-9
         wall, cpu, process = time.perf_counter(), clock(), time.process_time()
-        return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw, wall, cpu, ready, process - cpu
+        store = 0.0 if self._store is None else time.clock_gettime(self._store)
+        return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw, wall, cpu, ready, process - cpu + store
 
 
 class Lost(NamedTuple):
@@ -91,7 +95,7 @@ class Timed(Tiers):
 
     def __init__(self, scheduler: Scheduler, mover: NumpyMover, store: Store | None) -> None:
         super().__init__(scheduler, mover, store)
-        self.clocks = Clocks()
+        self.clocks = Clocks(store)
         self.lost: list[Lost] = []
         self.timing = False  # it costs CPU, so not while that is measured
 
@@ -164,14 +168,14 @@ def figures(quick: bool) -> Iterator[Figure]:
 
 
 def _stores(folder: Path) -> dict[str, Callable[[], Store]]:
-    def troubled(faults: Faults) -> Callable[[], Store]:
-        return lambda: open_store("memory://", fingerprint(), wrap=lambda backend: FaultyBackend(backend, 1, faults))
+    def opened(uri: str) -> Callable[[], Store]:
+        return lambda: open_store(uri, fingerprint(), process=True)
 
     return {
-        "hanging": troubled(Faults(hang=1.0, hang_seconds=30.0)),
-        "refusing": troubled(Faults(fail=1.0)),
-        "slow": troubled(Faults(slow=0.05)),
-        "file": lambda: open_store(f"file://{folder}/store?size=4GiB", fingerprint()),
+        "hanging": opened("faulty+memory://?hang=1&hang_seconds=30"),
+        "refusing": opened("faulty+memory://?fail=1"),
+        "slow": opened("faulty+memory://?slow=0.05"),
+        "file": opened(f"file://{folder}/store?size=4GiB"),
     }
 
 

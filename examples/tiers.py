@@ -47,7 +47,7 @@ def engine(uri: str) -> EngineLoop:
     mover = open_mover(DeviceArena({"layers": memory}), HostArena([GROUP]))
     weights = hashlib.sha256(b"the bytes of the weights").digest()
     layout = GroupLayout("layers", "full", GROUP.page_bytes, layout="tokens")
-    store = open_store(uri, Fingerprint(weights, "int32", PAGE, (layout,), rank=0, ranks=1))
+    store = open_store(uri, Fingerprint(weights, "int32", PAGE, (layout,), rank=0, ranks=1), process=True)
     return EngineLoop(scheduler, Toy(memory), Tiers(scheduler, mover, store))
 
 

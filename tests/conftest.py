@@ -48,15 +48,16 @@ def mooncake(alone: kit.Alone, tmp_path_factory: pytest.TempPathFactory) -> Iter
 class Place(NamedTuple):
     kind: str
     uri: str
+    process: bool  # whether desks there have their store in a process of its own
 
     def desk(self, print_: Any = None, **options: Any) -> kit.Desk:
-        return kit.Desk(self.uri, print_, **options)
+        return kit.Desk(self.uri, print_, **{"process": self.process, **options})
 
 
-@pytest.fixture(params=["file", "memory", "faulty", "redis", "cluster", "mooncake"])
+@pytest.fixture(params=["file", "file process", "memory", "faulty", "redis", "cluster", "mooncake", "mooncake process"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     """One of each kind. A place is shared by all tests of a session where it is a server: weights tell them apart."""
-    kind: str = request.param
+    kind, _, process = request.param.partition(" ")
     with contextlib.ExitStack() as stack:
         if kind == "file":
             uri = f"file://{tmp_path}/store?size=100MiB"
@@ -72,4 +73,4 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
             servers: kit.Mooncake = request.getfixturevalue("mooncake")
             stack.enter_context(servers.alone.inside())
             uri = servers.uri
-        yield Place(kind, uri)
+        yield Place(kind, uri, bool(process))

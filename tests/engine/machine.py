@@ -104,7 +104,8 @@ class Failing:
 
 
 class Machine:
-    """Pages of 4 tokens; a lookup is worth it from 2 pages on. `fingerprint`: what another model has of its own."""
+    """Pages of 4 tokens; a lookup is worth it from 2 pages on. `fingerprint`: what another model has of its own.
+    `process`: the store is in a process of its own, and its faults come by its URI."""
 
     def __init__(
         self,
@@ -123,6 +124,7 @@ class Machine:
         breaker: Breaker | None = None,
         mover: type[NumpyMover] = Late,
         queue_pages: int = 8192,
+        process: bool = False,
         groups: Sequence[CacheGroup] | None = None,
         seed: int = 0,
         **config: Any,
@@ -139,7 +141,7 @@ class Machine:
         memory |= {(name, "host"): rows for name, rows in self.arena.pages.items()}
         self.witness = Witness(self.scheduler, memory, seed, depot=depot)
         self.mover = self._mover(hands, mover)
-        self.backend: Sticky
+        self.backend: Sticky  # unless the store is in a process of its own
         self.store: Store | None = None
         if uri:
             layouts = tuple(GroupLayout(g.name, g.family, g.page_bytes, g.window) for g in self.groups)
@@ -151,7 +153,8 @@ class Machine:
                 breaker=breaker or Breaker(failures=1000),
                 missing=Missing(seconds=0),
                 queue_pages=queue_pages,
-                wrap=self._wrap,
+                wrap=None if process else self._wrap,
+                process=process,
             )
         self.tiers = Watched(self.scheduler, self.mover, self.store, tick_seconds=tick_seconds, clock=clock)
         self.tiers.witness = self.witness

@@ -1,7 +1,8 @@
 """`python -m tests.engine.soak --minutes M --seed N --uri URI`: two engines, one store, random traffic and trouble.
 
-Whole engines with real bytes. Requests of all kinds go to either; they are aborted, their namespaces are evicted,
-caches flushed, steps fail, engines restart, and their ways to the store misbehave by turns. Every read and arrival
+Whole engines with real bytes, one with its store on threads, the other with it in a process of its own. Requests of all
+kinds go to either; they are aborted, their namespaces are evicted, caches flushed, steps fail, engines restart, their
+ways to the store misbehave by turns, and the store's process is killed or stopped. Every read and arrival
 is checked by content, the invariants and limits after every step, and in the end everybody has ended once and all
 memory is free. The seed repeats traffic and trouble; what threads do in between is theirs.
 """
@@ -9,19 +10,23 @@ memory is free. The seed repeats traffic and trouble; what threads do in between
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from sapwood.scheduler import Ended
 from sapwood.sim.depot import Depot
 from sapwood.sim.traffic import Traffic
 from sapwood.store import Breaker, Faults
+from sapwood.store.process import CAN_START
 from sapwood.store.uri import nbytes, parse
 
 from ..store.kit import within
@@ -52,18 +57,21 @@ class Soak:
         self.layout = rng.choice(LAYOUTS)
         self.depot = Depot()
         self.counts = Counter[str]()
-        self.engines = [self.engine() for _ in range(2)]
+        self.engines = [self.engine(at) for at in range(2)]
         longest = min(PAGE * group.device_pages for engine in self.engines for group in engine.groups[:1])
         self.traffic = Traffic(rng.getrandbits(32), PAGE, min(longest, 16 * PAGE), 97, rng.random() < 0.5)
         self.traffic.repeats()
         self.rounds = 0
 
-    def engine(self) -> Machine:
-        """A fresh engine, as after a restart."""
+    def engine(self, at: int) -> Machine:
+        """A fresh engine, as after a restart. The second has its store in a process of its own, where that can be
+        shared; how it misbehaves is settled when it is opened."""
         rng = self.random
+        process = bool(at) and CAN_START and not self.uri.startswith("memory:")
         machine = Machine(
             self.layout,
-            self.uri,
+            self._misbehaving() if process else self.uri,
+            process=process,
             pages=rng.choice([20, 40]),
             host=rng.choice([12, 20, 60]),
             depot=self.depot,
@@ -83,6 +91,13 @@ class Soak:
         machine.mover.chance = rng.choice([0.2, 1.0])
         machine.cache._publisher.save_pages = rng.choice([1, 2, 16])
         return machine
+
+    def _misbehaving(self) -> str:
+        """The store's URI with some of the trouble, but none that would be all there ever is."""
+        rng = self.random
+        faults = {name: value for name, value in vars(rng.choice(TROUBLE)).items() if value and value < 1}
+        options = "&".join(f"{name}={value}" for name, value in {**faults, "seed": rng.getrandbits(30)}.items())
+        return f"faulty+{self.uri}{'&' if '?' in self.uri else '?'}{options}"
 
     def run(self, seconds: float) -> str:
         """Trouble for so many seconds, then peace. Returns what happened."""
@@ -125,8 +140,7 @@ class Soak:
         (what,) = rng.choices(list(kinds), list(kinds.values()))
         self.counts[f"times: {what}"] += 1
         if what == "faults":
-            engine.backend.faults = rng.choice(TROUBLE)
-            engine.backend.release()
+            self.trouble(engine)
         elif what == "abort":
             for id in rng.sample(sorted(engine.loop.live), min(2, len(engine.loop.live))):
                 engine.abort(id)
@@ -139,20 +153,43 @@ class Soak:
         else:
             self.restart(at)
 
+    def trouble(self, engine: Machine) -> None:
+        """The store misbehaves otherwise from now on; or its process is killed, or stands still for a moment."""
+        rng = self.random
+        process = self.process_of(engine)
+        if process is None:
+            engine.backend.faults = rng.choice(TROUBLE)
+            engine.backend.release()
+        elif process["alive"] and rng.random() < 0.5:
+            what = rng.choice([signal.SIGKILL, signal.SIGSTOP])
+            self.counts[f"times: {what.name}"] += 1
+            os.kill(process["pid"], what)
+            if what is signal.SIGSTOP:
+                engine.tiers.wait(rng.choice([0.001, 0.1]))
+                os.kill(process["pid"], signal.SIGCONT)
+
+    def process_of(self, engine: Machine) -> dict[str, Any] | None:
+        assert engine.store is not None
+        return engine.store.stats().get("process")
+
+    def calm(self, engine: Machine) -> None:
+        """No more trouble, where it can be switched off."""
+        if self.process_of(engine) is None:
+            engine.backend.faults = Faults()
+            engine.backend.release()
+
     def restart(self, at: int) -> None:
         """An engine is closed in the middle of everything, and a fresh one takes its place."""
         engine = self.engines[at]
-        engine.backend.faults = Faults()
-        engine.backend.release()
+        self.calm(engine)
         engine._close(engine.loop.close(5))
         assert not engine.loop.live and not engine.tiers.busy
         self.over(engine)
         self.count(engine)
-        self.engines[at] = self.engine()
+        self.engines[at] = self.engine(at)
 
     def peace(self, engine: Machine) -> None:
-        engine.backend.faults = Faults()
-        engine.backend.release()
+        self.calm(engine)
         engine.executor.failures = 0
         engine.see_to(*engine.loop.live, timeout=60)
 

@@ -7,7 +7,6 @@ import ctypes
 import functools
 import hashlib
 import importlib.util
-import mmap
 import os
 import shutil
 import signal
@@ -21,7 +20,18 @@ from typing import Any
 
 import numpy as np
 
-from sapwood.store import Breaker, Fingerprint, GroupLayout, JobDone, Missing, Released, Store, StoreError, open_store
+from sapwood.store import (
+    Breaker,
+    Fingerprint,
+    GroupLayout,
+    JobDone,
+    Missing,
+    Released,
+    Store,
+    StoreError,
+    open_store,
+    shared,
+)
 
 __all__ = ["Fingerprint", "GroupLayout", "StoreError"]
 
@@ -56,7 +66,7 @@ def hashes(*names: object) -> list[bytes]:
 
 def arena(pages: int, page_bytes: int) -> np.ndarray:
     """Page-aligned memory, as an engine's host tier is."""
-    return np.frombuffer(mmap.mmap(-1, pages * page_bytes), np.uint8).reshape(pages, page_bytes)
+    return shared((pages, page_bytes))
 
 
 def content(group: str, name: object, size: int) -> np.ndarray:

@@ -569,7 +569,7 @@ def test_small_pages_are_handled_one_part_at_a_time_and_reads_come_before_writes
                 nonlocal inside, most, wrote
                 inside += 1
                 most = max(most, inside)
-                time.sleep(0.02)
+                time.sleep(0.1)
                 yield from call(items)
                 wrote += writes
                 inside -= 1
@@ -579,7 +579,7 @@ def test_small_pages_are_handled_one_part_at_a_time_and_reads_come_before_writes
         backend.put, backend.get = watched(put, 1), watched(get, 0)  # type: ignore[method-assign]
         sources = desk.write(range(48), ["full"])
         job = desk.store.put(kit.hashes(*range(48)), sources, timeout=20)
-        time.sleep(0.03)
+        time.sleep(0.05)
         assert desk.get([100], ["full"]).run() == 1
         before = wrote
         assert desk.wait(job).run() == 48

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sapwood.cache import CacheGroup
+from sapwood.store.shared import CAN_SHARE, shared
 
 Bytes = npt.NDArray[np.uint8]
 ALIGNMENT = 4096  # of the first byte of a group: pages of a multiple of it can be read and written with O_DIRECT
@@ -28,8 +29,9 @@ ALIGNMENT = 4096  # of the first byte of a group: pages of a multiple of it can 
 class HostArena:
     """The memory of the host tier: for each group with host pages, `host_pages + 1` rows of `page_bytes`.
 
-    `pages[group]` is a uint8 array of that shape; row i is page i. Plain memory, which the system hands out when it is
-    first written. Where there is CUDA, use `sapwood.engine.transfer_torch.PinnedArena`.
+    `pages[group]` is a uint8 array of that shape; row i is page i. Memory that a store's process can map too, where the
+    system has such, and which it hands out when it is first written. Where there is CUDA, use
+    `sapwood.engine.transfer_torch.PinnedArena`.
     """
 
     def __init__(self, groups: Iterable[CacheGroup]) -> None:
@@ -47,7 +49,7 @@ class HostArena:
         self.pages: dict[str, Bytes] = {}
         for group in self.groups:
             try:
-                self.pages[group.name] = aligned((group.host_pages + 1, group.page_bytes))
+                self.pages[group.name] = _host((group.host_pages + 1, group.page_bytes))
             except MemoryError:
                 raise MemoryError(
                     f"the host cache wants {_readable(self.nbytes)}, and the system has not got them: "
@@ -160,6 +162,10 @@ def with_host_bytes(groups: Sequence[CacheGroup], nbytes: int) -> tuple[CacheGro
         least = null + -(-whole // rarest)
         raise ValueError(f"a host cache for these groups must have at least {least} bytes, got {nbytes!r:.60}")
     return tuple(replace(group, host_pages=n) for group, n in zip(groups, pages, strict=True))
+
+
+def _host(shape: tuple[int, int]) -> Bytes:
+    return shared(shape) if CAN_SHARE else aligned(shape)
 
 
 def aligned(shape: tuple[int, int]) -> Bytes:

@@ -1,7 +1,7 @@
 """Carrying out what plans say of tiers: loads and saves with a mover, lookups, fetches and backups with a store.
 
     plan --begin--> loads, saves ------------------> mover   device <-> host
-                    lookups, fetches, backups -----> store   host <-> backend, on threads of its own
+                    lookups, fetches, backups -----> store   host <-> backend, in a process or on threads of its own
                                                        |
     scheduler <--events-- poll <--- what is over ------+     and ticks of the clock
 
@@ -14,8 +14,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import select
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -36,6 +36,7 @@ from sapwood.scheduler import (
     Tick,
 )
 from sapwood.store import Gate, JobDone, Released, Store, StoreError, timeout_for
+from sapwood.store.bell import Bell
 
 from .transfer import Kind, Mover
 
@@ -77,9 +78,9 @@ class _First(contextlib.AbstractContextManager[None]):
 class Tiers:
     """The tiers of one scheduler, in the hands of a mover and a store. All but `wake` is called by one thread.
 
-    The mover's host arena is registered with the store, whose `on_report` is taken. A tick is `tick_seconds` of
-    `clock`; without a store nobody counts ticks. With one, threads of this process take turns every 0.2 ms, and every
-    ms while a step begins or polls. A lookup
+    The mover's host arena is registered with the store. A tick is `tick_seconds` of `clock`; without a store nobody
+    counts ticks. With one that has threads here, its `on_report` is taken, and threads of this process take turns every
+    0.2 ms, and every ms while a step begins or polls; open it with `process=True` and no step waits for it. A lookup
     and a fetch are given up shortly before the scheduler loses its patience; a backup when it has taken longer than
     its size explains. While the store's breaker is open, the scheduler knows (`StoreUp`) and asks nothing.
     """
@@ -112,7 +113,9 @@ class Tiers:
         self._jobs: dict[int, _Job] = {}
         self._held: dict[int, list[Event]] = {}  # by job: told when the backend has returned
         self._ready: list[Event] = []  # for the next poll
-        self._signal = threading.Event()
+        self._bell = Bell()
+        self._sleeper = select.poll()
+        self._sleeper.register(self._bell, select.POLLIN)
         self._woken = False
         self._closed = False
         self._counts = dict.fromkeys(("loads", "saves", "lookups", "fetches", "backups", "failed", "refused"), 0)
@@ -121,7 +124,16 @@ class Tiers:
             self._page_bytes = {group.name: group.page_bytes for group in mover.host.groups}
             for name, pages in mover.host.pages.items():
                 store.register(name, pages)
-            store.on_report = self._signal.set
+            self._listen(store)
+
+    def _listen(self, store: Store) -> None:
+        """Be woken by what the store has to tell, and go before its threads if it has any here."""
+        file = store.fileno()
+        if file is not None:
+            self._sleeper.register(file, select.POLLIN)
+        else:
+            store.on_report = self._bell.ring
+        if store.gate is not None:
             self._switch = sys.getswitchinterval()
             sys.setswitchinterval(_SWITCH)
             self._first = _First(store.gate)
@@ -168,7 +180,7 @@ class Tiers:
         """Until there is something to poll, or somebody calls `wake`, or for so many seconds. False if it was that."""
         until = math.inf if timeout is None else time.monotonic() + timeout
         while True:
-            self._signal.clear()
+            self._bell.clear()
             self._collect()
             if self._ready or self._woken:
                 self._woken = False
@@ -176,13 +188,12 @@ class Tiers:
             left = until - time.monotonic()
             if left <= 0:
                 return False
-            patience = min(left, self._next_look())
-            self._signal.wait(None if patience == math.inf else patience)
+            self._sleep(min(left, self._next_look()))
 
     def wake(self) -> None:
         """End a `wait` that is under way, or the next one. Any thread may call it."""
         self._woken = True
-        self._signal.set()
+        self._bell.ring()
 
     def seconds_to(self, ticks: int) -> float:
         """Until `poll` will have told of so many ticks more."""
@@ -197,18 +208,20 @@ class Tiers:
         """Until nothing is under way and all memory is the caller's. True if so in time; `poll` tells of it all."""
         until = time.monotonic() + timeout
         while True:
-            self._signal.clear()
+            self._bell.clear()
             self._collect()
             if not (self._moves or self._jobs or self._held):
                 return True
             left = until - time.monotonic()
             if left <= 0:
                 return False
-            self._signal.wait(min(left, self._next_look()))
+            self._sleep(min(left, self._next_look()))
 
     def close(self, timeout: float = 5.0) -> bool:
         """Close mover and store: nothing more is begun. What was under way is over, and can be polled. False if a
         backend has not returned even then: keep the host arena, it may still be written to."""
+        if not self._closed and self._store is not None and (file := self._store.fileno()) is not None:
+            self._sleeper.unregister(file)  # it will be closed
         self._closed = True
         if self._mover is not None:
             self._mover.close()
@@ -281,7 +294,7 @@ class Tiers:
         if self._moves and self._mover is not None:
             for op, ok in self._mover.poll():
                 self._tell(LoadDone(op, ok) if self._moves.pop(op) == "load" else SaveDone(op, ok))
-        if (self._jobs or self._held) and self._store is not None:
+        if self._store is not None:  # also if nothing is under way: its process may have to be started again
             for report in self._store.poll():
                 if isinstance(report, Released):
                     for event in self._held.pop(report.job, ()):
@@ -321,6 +334,12 @@ class Tiers:
     def _tell(self, event: Event) -> None:
         self._counts["failed"] += not getattr(event, "ok", True)
         self._ready.append(event)
+
+    def _sleep(self, seconds: float) -> None:
+        if seconds < 0.001:  # less than it can be told to wait for files
+            time.sleep(max(0.0, seconds))
+        else:
+            self._sleeper.poll(None if seconds == math.inf else seconds * 1e3)
 
     def _next_look(self) -> float:
         """Seconds after which something may be over that nobody calls for: a mover's work, a deadline."""

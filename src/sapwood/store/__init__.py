@@ -5,10 +5,11 @@ from __future__ import annotations
 from .breaker import Breaker, Missing
 from .faulty import Faults, FaultyBackend
 from .gate import Gate
-from .jobs import Store
 from .keys import Fingerprint, GroupLayout
 from .opening import open_store
 from .protocol import Backend, JobDone, Released, StoreError, timeout_for, unbroken_run
+from .shared import shared
+from .store import Store
 
 __all__ = [
     "Backend",
@@ -24,6 +25,7 @@ __all__ = [
     "Store",
     "StoreError",
     "open_store",
+    "shared",
     "timeout_for",
     "unbroken_run",
 ]

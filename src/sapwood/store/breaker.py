@@ -90,6 +90,13 @@ class Breaker:
             self.opened += 1
             return True
 
+    def trip(self) -> None:
+        """Open at once, whatever was before: there is nobody to ask."""
+        with self._lock:
+            self.opened += self._opened_at is None
+            self._opened_at = self._clock()
+            self._probing = False
+
     def unknown(self) -> None:
         """What was let through ended without asking the store: somebody else may be the probe."""
         with self._lock:
@@ -115,8 +122,8 @@ class Missing:
             raise ValueError(f"seconds must be a number of at least 0, got {seconds!r:.60}")
         if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 1:
             raise ValueError(f"capacity must be an integer of at least 1, got {capacity!r:.60}")
-        self._seconds = seconds
-        self._capacity = capacity
+        self.seconds = seconds
+        self.capacity = capacity
         self._clock = clock
         self._lock = threading.Lock()
         self._until: dict[str, float] = {}  # in order of time: every entry lasts as long
@@ -136,9 +143,9 @@ class Missing:
         now = self._clock()
         with self._lock:
             self._until.pop(name, None)
-            while self._until and (len(self._until) >= self._capacity or next(iter(self._until.values())) <= now):
+            while self._until and (len(self._until) >= self.capacity or next(iter(self._until.values())) <= now):
                 del self._until[next(iter(self._until))]
-            self._until[name] = now + self._seconds
+            self._until[name] = now + self.seconds
 
     def discard(self, name: str) -> None:
         """It is there now."""

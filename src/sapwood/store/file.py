@@ -95,6 +95,7 @@ class FileBackend(Backend):
 
     def get(self, items: Sequence[Item]) -> Iterator[Got]:
         head = self._head()
+        start = head[:HEAD_BYTES]
         now = time.time()
         used: list[bytes] = []
         try:
@@ -118,7 +119,7 @@ class FileBackend(Backend):
                     continue
                 finally:
                     os.close(fd)
-                yield Got(i, head[: min(size, HEAD_BYTES)], max(0, size - _BLOCK))
+                yield Got(i, start if size >= _BLOCK else head[: min(size, HEAD_BYTES)], max(0, size - _BLOCK))
         finally:
             self._use(used)
 

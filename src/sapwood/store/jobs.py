@@ -1,4 +1,4 @@
-"""The store as its caller sees it: jobs that return at once, are polled, and end by their deadline. Threads live here.
+"""A store on threads of this process: jobs that return at once, are polled, and end by their deadline.
 
 exists / get / put --> queue --parts--> workers --> backend (blocks)
      |                   |                 |
@@ -10,28 +10,25 @@ need none, what both count is counted apart, and where only a lock will do he co
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from .breaker import Breaker, Missing
+from .gate import Gate
 from .keys import Fingerprint
-from .protocol import FAILED, MISSING, Backend, JobDone, Kind, Released, StoreError
-from .values import REASONS, Arena, Item, digests
-
-log = logging.getLogger("sapwood.store")
+from .protocol import FAILED, MISSING, Backend, JobDone, Kind, Released
+from .store import Store, log
+from .values import REASONS, Arena, Item
 
 _SMALL_WRITES = 16  # keys in a part, where a read may have to wait for it
-_READS = 16  # questions and reads may wait in queues so many times as long as writes: these can be dropped
-Hashes = Sequence[bytes] | bytes | bytearray | memoryview
 
 
 class _Job:
@@ -43,9 +40,9 @@ class _Job:
     )  # fmt: skip
 
     def __init__(
-        self, kind: Kind, hashes: bytes, arenas: list[Arena], pages: NDArray[np.int64], deadline: float
+        self, id: int, kind: Kind, hashes: bytes, arenas: list[Arena], pages: NDArray[np.int64], deadline: float
     ) -> None:
-        self.id = 0
+        self.id = id
         self.kind = kind
         self.hashes = hashes
         self.arenas = arenas
@@ -81,11 +78,10 @@ class _Job:
         return JobDone(self.id, self.kind, ok, self.asked, failed, self.running > 0)
 
 
-class Store:
-    """Pages by key, in a backend. One caller submits and polls; nothing it calls here waits for the backend.
+class ThreadStore(Store):
+    """A store whose backend is called by threads of this process, on memory of any kind."""
 
-    Page ids are rows of the registered arrays; 0 says that a group has no part at a page, as everywhere in Sapwood.
-    """
+    gate: Gate
 
     def __init__(
         self,
@@ -98,37 +94,20 @@ class Store:
         missing: Missing | None = None,
         on_report: Callable[[], None] | None = None,
     ) -> None:
-        if not isinstance(fingerprint, Fingerprint):
-            raise ValueError(f"fingerprint must be a Fingerprint, got {fingerprint!r:.60}")
-        if not isinstance(queue_pages, int) or isinstance(queue_pages, bool) or queue_pages < 1:
-            raise ValueError(f"queue_pages must be an integer of at least 1, got {queue_pages!r:.60}")
+        super().__init__(fingerprint, shown or type(backend).__name__, queue_pages, breaker, on_report)
         self._backend = backend
-        self.fingerprint = fingerprint
-        self._shown = shown or type(backend).__name__
-        self._queue_pages = queue_pages
-        self.breaker = Breaker() if breaker is None else breaker  # of exists and get
-        self.write_breaker = self.breaker.another()
         self.missing = Missing() if missing is None else missing
-        self.on_report = on_report  # called on a worker's thread whenever a part of a job is over
-        self.gate = backend.gate  # `with store.gate:` the workers are not in the way
-        self._arenas: dict[str, Arena] = {}
+        self.gate = backend.gate
         self._lock = threading.Lock()  # of all that is not only the caller's, but for queues, which need none
         self._told = threading.Condition(self._lock)
         self._work: SimpleQueue[None] = SimpleQueue()  # something for each worker that should look for work
-        # By kind, jobs with keys that no worker has taken yet; and the keys of all jobs so far, and of those the ones
-        # that do not wait any more.
+        # By kind, jobs with keys that no worker has taken yet.
         self._queues: dict[Kind, deque[_Job]] = {"exists": deque(), "get": deque(), "put": deque()}
-        self._given: dict[Kind, int] = {"exists": 0, "get": 0, "put": 0}  # only the caller's
-        self._taken: dict[Kind, int] = {"exists": 0, "get": 0, "put": 0}
         self._live: dict[int, _Job] = {}  # not reported
         self._late: dict[int, _Job] = {}  # reported, but the backend has not returned
-        self._reports: deque[JobDone | Released] = deque()
         self._first_deadline = math.inf  # of those alive, or earlier
-        self._jobs = 0
         self._writing = 0  # workers with a put
         self._alone = False  # a worker has a part of which there may be only one
-        self._closed = False
-        self._asked = dict.fromkeys(("submitted", "empty", "dropped", "refused"), 0)  # only the caller's
         self._counts: dict[str, int] = dict.fromkeys(
             ("done", "timeout", "error", "closed", "late", "found", "absent", "hit", "miss", "failed",
              "stored", "full", "lost", "bytes_read", "bytes_written"), 0
@@ -142,36 +121,16 @@ class Store:
         for thread in self._threads:
             thread.start()
 
-    def __repr__(self) -> str:
-        return f"<Store {self._shown}>"
-
     # ---- what the caller does
 
     def register(self, group: str, array: NDArray[np.uint8]) -> None:
-        """Host memory of a group: a uint8 array [pages, page_bytes], whose row p is page p. Kept until `close`."""
         arena = Arena(self.fingerprint, group, array)
         if group in self._arenas:
             raise ValueError(f"group {group!r} must be registered once, and was before")
         self._backend.register(group, array)
         self._arenas[group] = arena
 
-    def exists(self, hashes: Hashes, groups: Mapping[str, ArrayLike], *, timeout: float) -> int | None:
-        """Ask which pages seem to be there: `groups` has, for each group, one entry a hash, not 0 where it is asked.
-
-        The answer is a hint: only `get` knows.
-        """
-        return self._submit("exists", hashes, groups, timeout)
-
-    def get(self, hashes: Hashes, targets: Mapping[str, ArrayLike], *, timeout: float) -> int | None:
-        """Bring pages: `targets` has, for each group, the page each hash goes to; 0 where it has no part."""
-        return self._submit("get", hashes, targets, timeout)
-
-    def put(self, hashes: Hashes, sources: Mapping[str, ArrayLike], *, timeout: float) -> int | None:
-        """Keep pages: `sources` has, for each group, the page each hash comes from; 0 where it has no part."""
-        return self._submit("put", hashes, sources, timeout)
-
     def poll(self) -> list[JobDone | Released]:
-        """All that became known since the last call. Never waits."""
         if time.monotonic() >= self._first_deadline and self._lock.acquire(blocking=False):  # else the next time
             try:
                 self._expire()
@@ -183,7 +142,6 @@ class Store:
         return reports
 
     def wait(self, timeout: float) -> bool:
-        """Until there is something to poll, or for so many seconds. True if there is."""
         until = time.monotonic() + timeout
         with self._lock:
             while True:
@@ -194,7 +152,6 @@ class Store:
                 self._told.wait(min(until, self._first_deadline) - now)
 
     def drain(self, timeout: float) -> bool:
-        """Until no job is under way and all memory is the caller's. True if so in time; the reports can be polled."""
         until = time.monotonic() + timeout
         with self._lock:
             while self._live or self._late:
@@ -207,8 +164,8 @@ class Store:
         return True
 
     def close(self, timeout: float = 5.0) -> bool:
-        """Begin nothing more, and wait for what is under way. False if a backend call has not returned even then: the
-        memory it may touch stays alive, and the backend is closed when it returns."""
+        """False if a backend call has not returned: the memory it may touch stays alive, and the backend is closed when
+        it returns."""
         until = time.monotonic() + timeout
         with self._lock:
             if not self._closed:
@@ -227,7 +184,6 @@ class Store:
             return not self._alive
 
     def stats(self) -> dict[str, Any]:
-        """Counts since the start, and how things stand now. Nothing in it is secret."""
         with self._lock:
             counts = {**self._asked, **self._counts}
             counts["done"] += counts.pop("empty")
@@ -250,63 +206,20 @@ class Store:
 
     # ---- on the caller's thread
 
-    def _submit(self, kind: Kind, hashes: Hashes, pages: Mapping[str, ArrayLike], timeout: float) -> int | None:
-        breaker = self._breaker_of(kind)
-        # A dead store costs next to nothing. One that cannot be read is not written to; the other way round it is read.
-        for asked in (breaker, self.breaker) if kind == "put" else (breaker,):
-            if asked.state == "open" and not self._closed:
-                asked.refused += 1
-                self._asked["refused"] += 1
-                return None
-        run = digests(hashes)
-        n = len(run) // 32
-        arenas = []
-        table = np.zeros((n, len(pages)), np.int64)
-        for i, (group, ids) in enumerate(pages.items()):
-            arena = self._arenas.get(group)
-            if arena is None:
-                raise ValueError(f"group {group!r:.60} must be registered; registered are {list(self._arenas)!r:.200}")
-            column = np.asarray(ids)
-            if column.shape != (n,) or (n and column.dtype.kind not in "iub"):
-                raise ValueError(
-                    f"pages of group {group!r} must be {n} integers, one a hash, got {column.dtype} {column.shape}"
-                )
-            if n and kind != "exists" and not (int(column.min()) >= 0 and int(column.max()) < arena.pages):
-                raise ValueError(f"pages of group {group!r} must be from 0 to {arena.pages - 1}, got {ids!r:.60}")
-            arenas.append(arena)
-            table[:, i] = (column != 0) if kind == "exists" else column
-        if not (isinstance(timeout, int | float) and math.isfinite(timeout) and timeout > 0):
-            raise ValueError(f"timeout must be a number of seconds above 0, got {timeout!r:.60}")
-        job = _Job(kind, run, arenas, table, time.monotonic() + timeout)
-        keys = len(job.numbers)
-        if self._closed:
-            raise StoreError(f"the store {self._shown} is closed")
-        most = self._queue_pages if kind == "put" else _READS * self._queue_pages
-        waiting = self._given[kind] - self._taken[kind]
-        if waiting and waiting + keys > most:
-            self._asked["dropped"] += 1
-            return None
-        if keys and not breaker.allow():
-            self._asked["refused"] += 1
-            return None
-        self._jobs = job.id = self._jobs + 1
-        self._asked["submitted"] += 1
-        if not keys:
-            self._asked["empty"] += 1
-            self._reports.append(job.done(""))
-            return job.id
+    def _begin(
+        self, id: int, kind: Kind, hashes: bytes, arenas: list[Arena], pages: NDArray[np.int64], deadline: float
+    ) -> None:
+        job = _Job(id, kind, hashes, arenas, pages, deadline)
         page = max(arena.page_bytes for arena in arenas)
         fit = self._backend.part_bytes // page if kind != "exists" else self._backend.part_pages
         job.part = max(1, min(self._backend.part_pages, fit))
         job.alone = page < self._backend.small_bytes
         if job.alone and kind == "put":
             job.part = min(job.part, _SMALL_WRITES)
-        self._live[job.id] = job
-        self._given[kind] += keys
-        self._first_deadline = min(self._first_deadline, job.deadline)
+        self._live[id] = job
+        self._first_deadline = min(self._first_deadline, deadline)
         self._queues[kind].append(job)  # now the workers may have it
-        self._call(-(-keys // job.part))
-        return job.id
+        self._call(-(-len(job.numbers) // job.part))
 
     def _call(self, workers: int) -> None:
         """Have so many look for work. As many calls as there are workers are enough: each looks after it was called."""
@@ -342,20 +255,11 @@ class Store:
             self._late[job.id] = job
             self._counts["late"] += 1
         self._counts[failed or "done"] += 1
-        breaker, writes = self._breaker_of(job.kind), job.kind == "put"
-        if failed in ("timeout", "error") and job.begun:
-            if breaker.failure(job.kind):
-                what = "written to" if writes else "asked"
-                log.warning("store %s is not %s any more for now (%s)", self._shown, what, job.why or failed)
-        elif job.answered:
-            if breaker.success(job.kind):
-                log.warning("store %s %s again", self._shown, "takes pages" if writes else "answers")
-        elif job.numbers:  # it never came to the backend: others were before it
-            breaker.unknown()
+        self._judge_job(job, failed)
         self._tell(done)
 
-    def _breaker_of(self, kind: Kind) -> Breaker:
-        return self.write_breaker if kind == "put" else self.breaker
+    def _judge_job(self, job: _Job, failed: str) -> None:
+        self._judge(job.kind, failed, job.begun, job.answered > 0, job.why)
 
     def _tell(self, report: JobDone | Released) -> None:
         self._reports.append(report)
@@ -447,9 +351,12 @@ class Store:
             if job.kind == "put":
                 self._put(job, low, items, known)
                 return
-            places = [k for k, item in enumerate(items, low) if item.name not in self.missing]
+            places: Sequence[int] = range(low, high)
+            asked = items
+            if self.missing:
+                places = [k for k, item in enumerate(items, low) if item.name not in self.missing]
+                asked = [items[k - low] for k in places]
             known["miss" if job.kind == "get" else "absent"] += len(items) - len(places)
-            asked = [items[k - low] for k in places]
             if not asked:
                 return
             if job.kind == "get":
@@ -465,7 +372,7 @@ class Store:
         if bad:  # a key names all that a value must fit: what does not is damaged, whatever its header says
             self._backend.delete([item.name for item, _ in bad])
 
-    def _exists(self, job: _Job, places: list[int], items: list[Item], known: Counter[str]) -> None:
+    def _exists(self, job: _Job, places: Sequence[int], items: list[Item], known: Counter[str]) -> None:
         there = self._backend.exists([item.name for item in items])
         job.answered += len(items)
         for k, yes in zip(places, there, strict=True):
@@ -474,28 +381,33 @@ class Store:
             known["found" if yes else "absent"] += 1
 
     def _get(
-        self, job: _Job, places: list[int], items: list[Item], known: Counter[str], bad: list[tuple[Item, str]]
+        self, job: _Job, places: Sequence[int], items: list[Item], known: Counter[str], bad: list[tuple[Item, str]]
     ) -> None:
-        for at, head, size in self._backend.get(items):
-            item = items[at]
-            if size == FAILED:
-                job.broken += 1
-                known["failed"] += 1
-            else:
-                job.answered += 1
-                reason = "" if size == MISSING else item.check(head, size)
-                if size == MISSING or reason:
-                    known["miss"] += 1
-                    self.missing.add(item.name)
-                    if reason:
-                        bad.append((item, reason))
+        hits = nbytes = 0
+        try:
+            for at, head, size in self._backend.get(items):
+                item = items[at]
+                if size == FAILED:
+                    job.broken += 1
+                    known["failed"] += 1
                 else:
-                    job.mark(places[at])
-                    known["hit"] += 1
-                    known["bytes_read"] += size
-            if job.over or time.monotonic() >= job.deadline:
-                break
-            self.gate.give_way()
+                    job.answered += 1
+                    reason = "" if size == MISSING else item.check(head, size)
+                    if size == MISSING or reason:
+                        known["miss"] += 1
+                        self.missing.add(item.name)
+                        if reason:
+                            bad.append((item, reason))
+                    else:
+                        job.mark(places[at])
+                        hits += 1
+                        nbytes += size
+                if job.over or time.monotonic() >= job.deadline:
+                    break
+                self.gate.give_way()
+        finally:
+            known["hit"] += hits
+            known["bytes_read"] += nbytes
 
     def _put(self, job: _Job, low: int, items: list[Item], known: Counter[str]) -> None:
         for at, lost in self._backend.put(items):

@@ -11,12 +11,14 @@ from . import uri as uris
 from .breaker import Breaker, Missing
 from .faulty import Faults, FaultyBackend
 from .file import FileBackend
-from .jobs import Store
+from .jobs import ThreadStore
 from .keys import Fingerprint
 from .memory import MemoryBackend
 from .mooncake import MooncakeBackend
+from .process import ProcessStore
 from .protocol import Backend, StoreError
 from .redis import RedisBackend, Tls
+from .store import Store
 from .uri import Where
 from .values import checksum
 
@@ -30,12 +32,15 @@ def open_store(
     missing: Missing | None = None,
     on_report: Callable[[], None] | None = None,
     wrap: Callable[[Backend], Backend] | None = None,
+    process: bool = False,
 ) -> Store:
     """Open the store at `uri`.
 
     file:///path?size=20GiB · redis://host:port/db?ttl=3600 · rediss:// (with TLS) · redis+cluster://host:port ·
     mooncake://master:port · memory://name?size=1GiB; with `faulty+` before it and faults among its options, it
     misbehaves as told.
+    With `process` it runs in a process of its own, where it cannot keep an engine's step waiting, on memory that
+    `shared` made; else on threads of this process, on any memory.
     Raises ValueError for a URI that is wrong and StoreError for a place that cannot be used.
     """
     if not isinstance(fingerprint, Fingerprint):
@@ -44,6 +49,21 @@ def open_store(
         checksum(memoryview(b""))
     except ModuleNotFoundError as error:
         raise StoreError(str(error)) from None
+    options: dict[str, Any] = {
+        "queue_pages": queue_pages, "breaker": breaker, "missing": missing, "on_report": on_report
+    }  # fmt: skip
+    if process:
+        if wrap is not None:
+            raise ValueError("wrap must be None with process=True: a function cannot go to another process")
+        return ProcessStore(uri, fingerprint, shown=uris.parse(uri).shown, **options)
+    backend, shown = open_backend(uri)
+    if wrap is not None:
+        backend = wrap(backend)
+    return ThreadStore(backend, fingerprint, shown=shown, **options)
+
+
+def open_backend(uri: str) -> tuple[Backend, str]:
+    """The backend that a URI names, and the URI as it may be shown."""
     where = uris.parse(uri)
     faults: dict[str, float] = {}
     seed = 0
@@ -59,10 +79,7 @@ def open_store(
     backend = _SCHEMES[scheme](where)
     if scheme != where.scheme:
         backend = FaultyBackend(backend, seed, Faults(**faults))
-    if wrap is not None:
-        backend = wrap(backend)
-    options: dict[str, Any] = {"breaker": breaker, "missing": missing, "on_report": on_report}
-    return Store(backend, fingerprint, shown=where.shown, queue_pages=queue_pages, **options)
+    return backend, where.shown
 
 
 def _file(where: Where) -> Backend:

@@ -1,0 +1,196 @@
+"""The store as its caller sees it, whoever does the work: threads of this process (jobs.py) or another (process.py).
+
+What is wrong with a call is said here, before anything begins; what a store that fails or is busy need not be asked is
+refused here, and costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from .breaker import Breaker
+from .gate import Gate
+from .keys import Fingerprint
+from .protocol import JobDone, Kind, Released, StoreError
+from .values import Arena, digests
+
+log = logging.getLogger("sapwood.store")
+
+_READS = 16  # questions and reads may wait in queues so many times as long as writes: these can be dropped
+Hashes = Sequence[bytes] | bytes | bytearray | memoryview
+
+
+class Store(ABC):
+    """Pages by key, in a backend. One caller submits and polls; nothing it calls here waits for the backend.
+
+    Page ids are rows of the registered arrays; 0 says that a group has no part at a page, as everywhere in Sapwood.
+    """
+
+    gate: Gate | None = None  # `with store.gate:` its threads are not in the way; None if it has none in this process
+
+    def __init__(
+        self,
+        fingerprint: Fingerprint,
+        shown: str,
+        queue_pages: int,
+        breaker: Breaker | None,
+        on_report: Callable[[], None] | None,
+    ) -> None:
+        if not isinstance(fingerprint, Fingerprint):
+            raise ValueError(f"fingerprint must be a Fingerprint, got {fingerprint!r:.60}")
+        if not isinstance(queue_pages, int) or isinstance(queue_pages, bool) or queue_pages < 1:
+            raise ValueError(f"queue_pages must be an integer of at least 1, got {queue_pages!r:.60}")
+        self.fingerprint = fingerprint
+        self.breaker = Breaker() if breaker is None else breaker  # of exists and get
+        self.write_breaker = self.breaker.another()
+        self.on_report = on_report  # called on a worker's thread, if there is one, whenever a part of a job is over
+        self._shown = shown
+        self._queue_pages = queue_pages
+        self._arenas: dict[str, Arena] = {}
+        # By kind: the keys of all jobs so far, and of those the ones that do not wait any more.
+        self._given: dict[Kind, int] = {"exists": 0, "get": 0, "put": 0}
+        self._taken: dict[Kind, int] = {"exists": 0, "get": 0, "put": 0}
+        self._asked = dict.fromkeys(("submitted", "empty", "dropped", "refused"), 0)
+        self._reports: deque[JobDone | Released] = deque()
+        self._jobs = 0
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._shown}>"
+
+    # ---- what the caller does
+
+    @abstractmethod
+    def register(self, group: str, array: NDArray[np.uint8]) -> None:
+        """Host memory of a group: a uint8 array [pages, page_bytes], whose row p is page p. Kept until `close`."""
+
+    def exists(self, hashes: Hashes, groups: Mapping[str, ArrayLike], *, timeout: float) -> int | None:
+        """Ask which pages seem to be there: `groups` has, for each group, one entry a hash, not 0 where it is asked.
+
+        The answer is a hint: only `get` knows.
+        """
+        return self._submit("exists", hashes, groups, timeout)
+
+    def get(self, hashes: Hashes, targets: Mapping[str, ArrayLike], *, timeout: float) -> int | None:
+        """Bring pages: `targets` has, for each group, the page each hash goes to; 0 where it has no part."""
+        return self._submit("get", hashes, targets, timeout)
+
+    def put(self, hashes: Hashes, sources: Mapping[str, ArrayLike], *, timeout: float) -> int | None:
+        """Keep pages: `sources` has, for each group, the page each hash comes from; 0 where it has no part."""
+        return self._submit("put", hashes, sources, timeout)
+
+    @abstractmethod
+    def poll(self) -> list[JobDone | Released]:
+        """All that became known since the last call. Never waits."""
+
+    @abstractmethod
+    def wait(self, timeout: float) -> bool:
+        """Until there is something to poll, or for so many seconds. True if there is."""
+
+    @abstractmethod
+    def drain(self, timeout: float) -> bool:
+        """Until no job is under way and all memory is the caller's. True if so in time; the reports can be polled."""
+
+    @abstractmethod
+    def close(self, timeout: float = 5.0) -> bool:
+        """Begin nothing more, and wait for what is under way. False if somebody may still touch the memory."""
+
+    @abstractmethod
+    def stats(self) -> dict[str, Any]:
+        """Counts since the start, and how things stand now. Nothing in it is secret."""
+
+    def fileno(self) -> int | None:
+        """A file that is readable when there may be something to poll; None where `on_report` is called instead."""
+        return None
+
+    # ---- on the caller's thread
+
+    @property
+    def _away(self) -> bool:
+        """Whether there is nobody to ask, for now."""
+        return False
+
+    @property
+    def _clogged(self) -> bool:
+        """Whether nothing more can be handed over, for now."""
+        return False
+
+    @abstractmethod
+    def _begin(
+        self, id: int, kind: Kind, hashes: bytes, arenas: list[Arena], pages: NDArray[np.int64], deadline: float
+    ) -> None:
+        """Have a job done. `pages` has a row a hash and a column a group, and at least one that is not 0."""
+
+    def _submit(self, kind: Kind, hashes: Hashes, pages: Mapping[str, ArrayLike], timeout: float) -> int | None:
+        breaker = self._breaker_of(kind)
+        # A dead store costs next to nothing. One that cannot be read is not written to; the other way round it is read.
+        for asked in (breaker, self.breaker) if kind == "put" else (breaker,):
+            if (asked.state == "open" or self._away) and not self._closed:
+                asked.refused += 1
+                self._asked["refused"] += 1
+                return None
+        run = digests(hashes)
+        n = len(run) // 32
+        arenas = []
+        table = np.zeros((n, len(pages)), np.int64)
+        for i, (group, ids) in enumerate(pages.items()):
+            arena = self._arenas.get(group)
+            if arena is None:
+                raise ValueError(f"group {group!r:.60} must be registered; registered are {list(self._arenas)!r:.200}")
+            column = np.asarray(ids)
+            if column.shape != (n,) or (n and column.dtype.kind not in "iub"):
+                raise ValueError(
+                    f"pages of group {group!r} must be {n} integers, one a hash, got {column.dtype} {column.shape}"
+                )
+            if n and kind != "exists" and not (int(column.min()) >= 0 and int(column.max()) < arena.pages):
+                raise ValueError(f"pages of group {group!r} must be from 0 to {arena.pages - 1}, got {ids!r:.60}")
+            arenas.append(arena)
+            table[:, i] = (column != 0) if kind == "exists" else column
+        if not (isinstance(timeout, int | float) and math.isfinite(timeout) and timeout > 0):
+            raise ValueError(f"timeout must be a number of seconds above 0, got {timeout!r:.60}")
+        if self._closed:
+            raise StoreError(f"the store {self._shown} is closed")
+        keys = int(np.count_nonzero(table))
+        most = self._queue_pages if kind == "put" else _READS * self._queue_pages
+        waiting = self._given[kind] - self._taken[kind]
+        if (waiting and waiting + keys > most) or self._clogged:
+            self._asked["dropped"] += 1
+            return None
+        if keys and not breaker.allow():
+            self._asked["refused"] += 1
+            return None
+        self._jobs = id = self._jobs + 1
+        self._asked["submitted"] += 1
+        if keys:
+            self._given[kind] += keys
+            self._begin(id, kind, run, arenas, table, time.monotonic() + timeout)
+        else:
+            self._asked["empty"] += 1
+            nothing = {arena.group: np.zeros(n, np.bool_) for arena in arenas}
+            self._reports.append(JobDone(id, kind, nothing, dict(nothing), "", False))
+        return id
+
+    def _breaker_of(self, kind: Kind) -> Breaker:
+        return self.write_breaker if kind == "put" else self.breaker
+
+    def _judge(self, kind: Kind, failed: str, begun: bool, answered: bool, why: str) -> None:
+        """What a job that is over says about the store."""
+        breaker, writes = self._breaker_of(kind), kind == "put"
+        if failed in ("timeout", "error") and begun:
+            if breaker.failure(kind):
+                what = "written to" if writes else "asked"
+                log.warning("store %s is not %s any more for now (%s)", self._shown, what, why or failed)
+        elif answered:
+            if breaker.success(kind):
+                log.warning("store %s %s again", self._shown, "takes pages" if writes else "answers")
+        else:  # it never came to the backend: others were before it
+            breaker.unknown()

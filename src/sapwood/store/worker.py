@@ -1,0 +1,193 @@
+"""The process of a store: reads jobs from its socket, has them done by a `ThreadStore`, and tells.
+
+process.py starts it. It ends when the socket does, whatever is under way: then nobody is left to tell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from typing import Any
+
+from . import wire
+from .bell import Bell
+from .breaker import Breaker, Missing
+from .jobs import ThreadStore, _Job
+from .keys import Fingerprint
+from .opening import open_backend
+from .protocol import Backend, JobDone
+from .shared import attach
+from .spawn import ENDS_AT
+from .store import log
+
+_PROGRESS = 0.02  # seconds between two looks at how far long jobs have come
+_NEVER = 10**9  # failures: whether to ask at all is decided before a job comes here
+
+
+class _Served(ThreadStore):
+    """A store that keeps for each job what it says about the backend: the judge is elsewhere."""
+
+    def __init__(self, backend: Backend, fingerprint: Fingerprint, shown: str, missing: Missing, bell: Bell) -> None:
+        options: dict[str, Any] = {
+            "breaker": Breaker(failures=_NEVER),
+            "missing": missing,
+            "on_report": self._part_over,
+        }
+        self._bell = bell
+        self._told_taken = b""
+        self.said: dict[int, tuple[bool, bool, str]] = {}
+        super().__init__(backend, fingerprint, shown=shown, **options)
+        self.names = [layout.name for layout in fingerprint.in_order()]
+
+    def take(self, job: wire.Job) -> None:
+        arenas = [self._arenas[self.names[index]] for index in job.groups]
+        self._begin(job.id, job.kind, job.hashes, arenas, job.pages, job.deadline)
+
+    def _judge_job(self, job: _Job, failed: str) -> None:
+        self.said[job.id] = (job.begun, job.answered > 0, job.why)
+
+    @property
+    def one_at_a_time(self) -> bool:
+        """Whether all pages are so small that one thread at a time handles them."""
+        return all(arena.page_bytes < self._backend.small_bytes for arena in self._arenas.values())
+
+    def _part_over(self) -> None:
+        if self._reports:
+            self._bell.ring()
+
+    def seconds(self) -> float:
+        """Until there is something to look at, if nobody rings before."""
+        return min(max(0.0, self._first_deadline - time.monotonic()), _PROGRESS if self._live else math.inf)
+
+    def news(self) -> bytes:
+        """Frames of all that became known."""
+        self.wait(0)  # looks at deadlines, also if a worker has the lock
+        reports = self.poll()
+        frames = []
+        taken = wire.taken(self._taken)
+        if taken != self._told_taken:
+            frames.append(taken)
+            self._told_taken = taken
+        if reports:
+            frames.append(wire.frame(wire.COUNTS, json.dumps(self.stats(), default=str).encode()))
+        for report in reports:
+            if isinstance(report, JobDone):
+                frames.append(wire.Done.of(report, *self.said.pop(report.job)).frame())
+            else:
+                frames.append(wire.released(report.job))
+        return b"".join(frames)
+
+
+class _Desk:
+    """What the process does with each frame that comes."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._link = wire.Link(end)
+        self._bell = Bell()
+        self._store: _Served | None = None
+        self._poller = select.poll()
+        self._poller.register(self._bell, select.POLLIN)
+
+    def serve(self) -> None:
+        while not self._link.lost:
+            self._sleep()
+            for kind, body in self._link.receive():
+                if kind == wire.OPEN:
+                    self._open(wire.Opening.read(body))
+                    continue
+                assert self._store is not None
+                if kind == wire.JOB:
+                    self._store.take(wire.Job.read(body))
+                elif kind == wire.REGISTER:
+                    self._register(self._store, body)
+                elif kind == wire.CLOSE:
+                    self._close(self._store, wire.read_closing(body))
+                    return
+            self._link.flush()
+            if self._store is not None and not self._link.unsent:  # else news wait, and are told together
+                self._bell.clear()
+                if news := self._store.news():
+                    self._link.send(news)
+
+    def _sleep(self) -> None:
+        """Until something comes, there is something to tell, or a deadline."""
+        seconds = self._store.seconds() if self._store is not None and not self._link.unsent else math.inf
+        self._poller.register(self._end, select.POLLIN | (select.POLLOUT if self._link.unsent else 0))
+        self._poller.poll(None if seconds == math.inf else math.ceil(seconds * 1e3))
+
+    def _open(self, opening: wire.Opening) -> None:
+        try:
+            backend, shown = open_backend(opening.uri)
+        except Exception as error:
+            self._say(wire.refusal(error))
+            self._link.lost = True
+            return
+        missing = Missing(opening.missing_seconds, opening.missing_capacity)
+        self._store = _Served(backend, opening.fingerprint, shown, missing, self._bell)
+        self._say(wire.frame(wire.OPENED))
+
+    def _register(self, store: _Served, body: bytes) -> None:
+        group, shape, offset = wire.read_register(body)
+        try:
+            store.register(store.names[group], attach(self._link.files.popleft(), offset, shape))
+        except Exception as error:
+            self._say(wire.refusal(error))
+        else:
+            if store.one_at_a_time:
+                _never_preempt()
+            self._say(wire.frame(wire.REGISTERED))
+
+    def _close(self, store: _Served, seconds: float) -> None:
+        store.close(seconds)
+        self._say(store.news() + wire.frame(wire.COUNTS, json.dumps(store.stats(), default=str).encode()))
+
+    def _say(self, frames: bytes) -> None:
+        """Somebody waits for this."""
+        self._link.send(frames)
+        while self._link.unsent and not self._link.lost:
+            self._sleep()
+            self._link.flush()
+
+
+def _never_preempt() -> None:
+    """No thread here takes a processor from a step when it is woken: it waits for one. Where several threads work side
+    by side, and wake each other all the time, that would cost a third of their speed beside other processes; one alone
+    does not notice."""
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(int(task), os.SCHED_BATCH, os.sched_param(0))
+
+
+def _end_with(end: socket.socket) -> None:
+    """However busy everybody is here: who closes the other end, or dies, ends this process too."""
+    poller = select.poll()
+    poller.register(end, select.POLLRDHUP)
+    poller.poll()
+    os._exit(0)
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who is interrupted is the engine, and it closes its stores
+    os.closerange(ENDS_AT + 1, 1 << 20)  # what others in that process left open
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    end = socket.socket(fileno=ENDS_AT)
+    threading.Thread(target=_end_with, args=(end,), daemon=True).start()
+    try:
+        _Desk(end).serve()
+    except BaseException:
+        log.exception("the process of a store ends")
+        os._exit(1)
+    os._exit(0)  # threads may be in the backend, and nobody waits for them
+
+
+if __name__ == "__main__":
+    main()
