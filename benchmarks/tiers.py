@@ -8,7 +8,8 @@ A start or poll of transfers takes longer by the wall clock than its own CPU bec
     it sleeps      for a lock, for Python's own, for a file: all of it counts as blocked by the store
     it is ready    but the store has its processor: counts too. Taken for it is all CPU that the store's process and
                    other threads of this one had meanwhile: never too little, and too much where there are several
-                   processors
+                   processors. If it stayed on a processor on which none of the store's threads may run, those of this
+                   process alone count
                    but another process has its processor: that is not the store's, and is told beside
     it runs        on a processor that the host of a virtual machine has given to others: told beside too
 
@@ -44,6 +45,7 @@ PAGE, PAGE_BYTES = 16, 4096
 RUNNING, PROMPT, SHARED, OUTPUT = 64, 512, 256, 64
 PAGES = 16384
 BLOCK_BAR = 1.0  # ms
+WORTH_A_LOOK = 1e-4  # seconds
 
 
 class Model:
@@ -57,11 +59,11 @@ class Model:
 
 
 class Clocks:
-    """Of the thread that made it: how often it slept, the wall clock, its CPU, its time ready but not running, and the
-    CPU of the other threads and of the store's process."""
+    """Of the thread that made it: how often it slept, the wall clock, its CPU, its time ready but not running, the CPU
+    of the other threads, that of the store's process, and the processor it is on."""
 
     def __init__(self, store: Store | None) -> None:
-        pid = store.stats()["process"]["pid"] if store is not None else 0
+        self._pid = pid = store.stats()["process"]["pid"] if store is not None else 0
         self._store = (~pid << 3) | 2 if pid else None  # as Linux numbers the clock of a process
         self._file: int | None = None
         self._keeping = ctypes.PyDLL(None)
@@ -79,7 +81,13 @@ class Clocks:
             ready = int(self._text.value.split()[1]) * 1e-9
         wall, cpu, process = time.perf_counter(), clock(), time.process_time()
         store = 0.0 if self._store is None else time.clock_gettime(self._store)
-        return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw, wall, cpu, ready, process - cpu + store
+        slept, processor = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw, self._keeping.sched_getcpu()
+        return slept, wall, cpu, ready, process - cpu, store, processor
+
+    def store_runs_on(self, processor: float) -> bool:
+        """Whether a thread of the store's process may."""
+        tasks = os.listdir(f"/proc/{self._pid}/task") if self._pid else []
+        return any(processor in os.sched_getaffinity(int(task)) for task in tasks)
 
 
 class Lost(NamedTuple):
@@ -116,9 +124,12 @@ class Timed(Tiers):
         return events
 
     def note(self, before: tuple[float, ...]) -> None:
-        slept, wall, cpu, ready, others = (now - then for now, then in zip(self.clocks.now(), before, strict=True))
+        after = self.clocks.now()
+        slept, wall, cpu, ready, others, store, moved = (now - then for now, then in zip(after, before, strict=True))
         whole = max(0.0, wall - cpu)
         asleep = max(0.0, whole - ready) if slept else 0.0
+        if moved or ready < WORTH_A_LOOK or self.clocks.store_runs_on(after[-1]):
+            others += store
         self.lost.append(Lost(asleep, asleep + min(ready, others), whole))
 
 
@@ -172,7 +183,7 @@ def _stores(folder: Path) -> dict[str, Callable[[], Store]]:
         return lambda: open_store(uri, fingerprint(), process=True)
 
     return {
-        "hanging": opened("faulty+memory://?hang=1&hang_seconds=30"),
+        "hanging": opened("faulty+memory://?hang=1&hang_seconds=600"),
         "refusing": opened("faulty+memory://?fail=1"),
         "slow": opened("faulty+memory://?slow=0.05"),
         "file": opened(f"file://{folder}/store?size=4GiB"),
@@ -189,7 +200,7 @@ def _figures(folder: Path, repeats: int) -> Iterator[Figure]:
     gc.disable()
     try:
         for engine in engines.values():
-            engine.run(4 * RUNNING)  # does not count: the caches fill, breakers open
+            engine.run(16 * RUNNING)  # does not count: the caches fill, breakers open
         taken: dict[str, list[float]] = {name: [] for name in engines}
         for _ in range(repeats):
             for name, engine in engines.items():

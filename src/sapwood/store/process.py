@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import ctypes
 import json
 import math
 import os
@@ -59,6 +60,9 @@ if {path!r} not in sys.path:
 from sapwood.store.worker import main
 main()
 """
+
+
+_processor: Callable[[], int] = getattr(ctypes.PyDLL(None), "sched_getcpu", lambda: -1)  # that this thread runs on
 
 
 class _Flight(NamedTuple):
@@ -261,7 +265,7 @@ class ProcessStore(Store):
         self._first_deadline = min(self._first_deadline, deadline + _GRACE)
         assert self._child is not None
         groups = [arena.index for arena in arenas]
-        self._child.link.send(wire.Job(id, kind, deadline, groups, hashes, pages).frame())
+        self._child.link.send(wire.Job(id, kind, deadline, groups, hashes, pages, _processor()).frame())
         self._watch()
 
     def _done(self, told: wire.Done) -> None:

@@ -31,7 +31,7 @@ ROOM = 256 << 10  # bytes that are read at once
 _FILES = socket.CMSG_SPACE(4 * 16)  # of files that come with one frame there is one
 _HEAD = struct.Struct("<IB")
 _REGISTER = struct.Struct("<HQIQ")  # group, pages, bytes of a page, where in the file
-_JOB = struct.Struct("<QBdIH")  # id, kind, deadline, hashes, groups; then groups, hashes, a page a hash and group
+_JOB = struct.Struct("<QBdIHi")  # id, kind, deadline, hashes, groups; then groups, hashes, a page a hash and group
 _DONE = struct.Struct("<QBBBBH")  # id, failure, held, begun, answered, size of why; then why, a byte a group and hash
 _TAKEN = struct.Struct("<3Q")
 _ID = struct.Struct("<Q")
@@ -188,6 +188,7 @@ class Job(NamedTuple):
     groups: Sequence[int]
     hashes: bytes
     pages: NDArray[Any]
+    processor: int  # that the caller runs on, or -1
 
     def frame(self) -> bytes:
         n, groups = self.pages.shape
@@ -196,7 +197,7 @@ class Job(NamedTuple):
         return b"".join(
             (
                 _HEAD.pack(size, JOB),
-                _JOB.pack(self.id, KINDS.index(self.kind), self.deadline, n, groups),
+                _JOB.pack(self.id, KINDS.index(self.kind), self.deadline, n, groups, self.processor),
                 struct.pack(f"<{groups}H", *self.groups),
                 self.hashes,
                 table,
@@ -205,11 +206,11 @@ class Job(NamedTuple):
 
     @classmethod
     def read(cls, body: bytes) -> Job:
-        id, kind, deadline, n, groups = _JOB.unpack_from(body)
+        id, kind, deadline, n, groups, processor = _JOB.unpack_from(body)
         names = struct.unpack_from(f"<{groups}H", body, _JOB.size)
         begin = _JOB.size + 2 * groups
         table = np.frombuffer(body, "<i4", n * groups, begin + 32 * n).reshape(n, groups)
-        return cls(id, KINDS[kind], deadline, names, body[begin : begin + 32 * n], table.astype(np.int64))
+        return cls(id, KINDS[kind], deadline, names, body[begin : begin + 32 * n], table.astype(np.int64), processor)
 
 
 class Done(NamedTuple):

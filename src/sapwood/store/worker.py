@@ -55,9 +55,10 @@ class _Served(ThreadStore):
         self.said[job.id] = (job.begun, job.answered > 0, job.why)
 
     @property
-    def one_at_a_time(self) -> bool:
-        """Whether all pages are so small that one thread at a time handles them."""
-        return all(arena.page_bytes < self._backend.small_bytes for arena in self._arenas.values())
+    def abreast(self) -> int:
+        """How many threads handle pages side by side: one, if all pages are so small that it is mostly Python."""
+        small = all(arena.page_bytes < self._backend.small_bytes for arena in self._arenas.values())
+        return 1 if small else self._backend.workers
 
     def _part_over(self) -> None:
         if self._reports:
@@ -94,6 +95,7 @@ class _Desk:
         self._link = wire.Link(end)
         self._bell = Bell()
         self._store: _Served | None = None
+        self._aside = _Aside()
         self._poller = select.poll()
         self._poller.register(self._bell, select.POLLIN)
 
@@ -106,7 +108,10 @@ class _Desk:
                     continue
                 assert self._store is not None
                 if kind == wire.JOB:
-                    self._store.take(wire.Job.read(body))
+                    job = wire.Job.read(body)
+                    if job.processor != self._aside.left:
+                        self._aside.leave(job.processor, self._store.abreast)
+                    self._store.take(job)
                 elif kind == wire.REGISTER:
                     self._register(self._store, body)
                 elif kind == wire.CLOSE:
@@ -142,7 +147,7 @@ class _Desk:
         except Exception as error:
             self._say(wire.refusal(error))
         else:
-            if store.one_at_a_time:
+            if store.abreast == 1:
                 _never_preempt()
             self._say(wire.frame(wire.REGISTERED))
 
@@ -156,6 +161,23 @@ class _Desk:
         while self._link.unsent and not self._link.lost:
             self._sleep()
             self._link.flush()
+
+
+class _Aside:
+    """Keeps this process off the processor that the engine's thread runs on: the kernel may put a thread there that it
+    wakes, and look only with its next tick, milliseconds later, who should have gone first."""
+
+    def __init__(self) -> None:
+        self.left = -1
+        self._all = os.sched_getaffinity(0)
+
+    def leave(self, processor: int, abreast: int) -> None:
+        """If the others are enough for so many threads."""
+        self.left = processor
+        others = self._all - {processor}
+        for task in os.listdir("/proc/self/task"):
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(int(task), others if len(others) >= abreast else self._all)
 
 
 def _never_preempt() -> None:
