@@ -509,6 +509,34 @@ def test_l13_an_adapter_unloaded_under_its_load_gives_its_waiters_their_pages(la
             assert engine.pages(group.name, tier)["free"] == pages
 
 
+@each_layout
+@pytest.mark.parametrize("shared", [2, 3])
+@pytest.mark.parametrize("first", ["ann", "bob"])
+def test_l13_an_adapter_unloaded_under_two_loads_gives_each_waiter_pages_of_its_own_prompt(layout, shared, first):
+    """Two prompts begin alike and then part. Ann's load brings all of hers; Bob joins it for what they share, and has
+    the rest loaded himself. The adapter goes while both are under way: Bob is given nothing of Ann's own pages, though
+    they come for the columns that he waits for.
+
+    Mutation: `Loads._give_privately` gives a lease whatever came for its columns.
+    """
+    engine = engine_of(*LAYOUTS[layout](), save="through")
+    prompts = {name: toks(1, 4 * shared) + toks(seed, 17 - 4 * shared) for seed, name in ((2, "ann"), (3, "bob"))}
+    for name, prompt in prompts.items():
+        engine.run(f"{name} before", prompt, ns=ADAPTER_A)
+    empty_device(engine)
+    ann, bob = (engine.submit(name, prompt, 3, ADAPTER_A) for name, prompt in prompts.items())
+    engine.plan()
+    ops = dict(zip(("ann", "bob"), engine.operations, strict=True))
+    assert ann.lease.loading and bob.lease.loading
+    engine.cache.evict_namespace(ADAPTER_A)
+    engine.check()
+    engine.land(ops.pop(first))
+    engine.land(*ops.values())
+    engine.idle()  # the content double knows the tokens of every page it reads
+    assert (ann.computed, bob.computed) == (3, 3), "they read what came, and compute none of it again"
+    all_free(engine)
+
+
 # ---- L14
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .tree import Tree
 
 _NOTHING: Mapping[int, list[tuple[int, int]]] = {}
+_ALONE: Mapping[Transfer, int] = {}
 
 
 class Binding:
@@ -129,6 +130,7 @@ class Lease:
         "root",
         "seed",
         "seed_node",
+        "shared",
         "source",
         "start",
         "tables",
@@ -154,6 +156,7 @@ class Lease:
         self.deps: list[tuple[int, int]] = []  # (step, first page that only this step makes real)
         self.waits: list[Transfer] = []
         self.wanted: Mapping[int, list[tuple[int, int]]] = _NOTHING  # while loading: columns to read once they are here
+        self.shared: Mapping[Transfer, int] = _ALONE  # detached: pages that its path shares with each load's
         self.boundary = 0  # pages it began with
         self.seed: dict[int, int] = {}  # slot group -> snapshot to start from, read until it has been copied
         self.seed_node: Node | None = None
@@ -195,6 +198,7 @@ class Lease:
             for g in tree.closed:
                 self.tables[g] = bytearray().join([node.device.pages[g] for node in there])
                 self.upto[g] = len(self.tables[g]) // 4
+            self.shared = {transfer: tree.shared(self.node, transfer.node) for transfer in self.waits}
         for g in tree.closed:
             ids = self.adopted(g)[1]
             tree.pools[DEVICE][g].read(ids)

@@ -226,7 +226,8 @@ class Loads:
                 pool.read(there[new])
 
     def _give_privately(self, transfer: Transfer, waiters: list[Lease]) -> None:
-        """Its namespace was unhooked meanwhile: what came goes to those who waited, and to nobody else."""
+        """Its namespace was unhooked meanwhile: what came goes to those who waited, and to nobody else. Who joined for
+        the first pages may go another way below them: each gets what lies on its own path."""
         tree = self.tree
         for g, (_, targets) in transfer.parts.items():
             pool = tree.pools[DEVICE][g]
@@ -234,8 +235,9 @@ class Loads:
             columns = targets.nonzero()[0] + transfer.first
             pool.move(ids, FLIGHT, UNHOOKED)
             for lease in waiters:
+                shared = lease.shared[transfer]
                 if g in tree.slots:
-                    if g not in lease.seed and int(columns[0]) + 1 == lease.boundary:
+                    if g not in lease.seed and int(columns[0]) + 1 == lease.boundary <= shared:
                         lease.seed[g] = int(ids[0])
                         pool.read(ids)
                     continue
@@ -245,7 +247,7 @@ class Loads:
                 lease.upto[g] = max(lease.upto[g], lease.boundary)  # given, not private: others may read them too
                 table = np.frombuffer(lease.tables[g], np.int32)
                 for low, high in spans:
-                    inside = (columns >= low) & (columns < high)
+                    inside = (columns >= low) & (columns < min(high, shared))
                     at, pages = columns[inside], ids[inside]
                     new = table[at] == 0
                     table[at[new]] = pages[new]

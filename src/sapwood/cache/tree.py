@@ -251,6 +251,15 @@ class Tree:
             node = node.parent  # type: ignore[assignment]
             start = node.start
 
+    @staticmethod
+    def shared(one: Node, other: Node) -> int:
+        """How many pages the paths to two nodes have in common."""
+        while one is not other:
+            if one.end < other.end:
+                one, other = other, one
+            one = one.parent  # type: ignore[assignment]
+        return one.end
+
     # ---- pins
 
     def pin(self, node: Node, tier: int) -> None:
