@@ -201,6 +201,29 @@ def test_t08_the_scheduler_learns_whether_the_store_answers(tmp_path):
     machine.close()
 
 
+def test_t08_one_request_tries_whether_the_store_answers_again(tmp_path):
+    """The store may be asked again, and hangs: of the requests of one plan the first waits for it, the others go on.
+
+    Mutation: `Tiers._look_up` puts all lookups of a plan into one job whatever the breaker says.
+    """
+    now = [0.0]
+    machine = fetching(tmp_path, breaker=Breaker(failures=1, seconds=10, clock=lambda: now[0]))
+    machine.store.breaker.failure()
+    machine.step()
+    machine.backend.stuck = ("exists",)
+    now[0] = 11.0
+    machine.step()
+    for n in range(4):
+        machine.submit(f"r{n}", toks(20 + n, 6 * PAGE + 1))
+    step = machine.step()
+    asked = [lookup.op for lookup in step.plan.lookups]
+    assert len(asked) == 4 and machine.store.breaker.probes == 1
+    answered = [event.op for event in [*step.events, *machine.tiers.poll()] if isinstance(event, LookupDone)]
+    assert answered == asked[1:]
+    machine.backend.stuck = ()
+    machine.close()
+
+
 def test_t08_a_full_queue_drops_backups_and_nothing_else(tmp_path):
     """More to back up than the queue takes while the backend hangs: dropped, counted, and no request waits for it.
 

@@ -18,6 +18,7 @@ import select
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -255,7 +256,11 @@ class Tiers:
         """The lookups of a plan, many to a job: a burst of requests costs not much more than one."""
         self._counts["lookups"] += len(lookups)
         patience = _PROMPTLY * self._config.lookup_ticks * self._tick
-        for some, hashes in _together(lookups):
+        jobs = _together(lookups)
+        if self._store is not None and self._store.breaker.state != "closed":
+            # Whether it answers again is tried with one request: if it does not, that one has waited, and no other.
+            jobs = chain(_together(lookups[:1]), _together(lookups[1:]))
+        for some, hashes in jobs:
             ones = np.ones(len(hashes), np.bool_)
             self._ask("lookup", some, hashes, dict.fromkeys(self._page_bytes, ones), patience)
 
