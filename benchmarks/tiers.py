@@ -150,7 +150,10 @@ class Engine:
         while len(self.loop.live) + len(specs) < RUNNING:
             self.asked += 1
             own = self.rng.integers(1, 150_000, PROMPT - SHARED, np.int32)
-            specs.append(RequestSpec(f"r{self.asked}", np.concatenate([self.shared, own]), OUTPUT))
+            # Not all alike: chats in step with each other cost less, and a store that lets some wait gets them out of
+            # step, whatever it costs itself.
+            output = int(self.rng.integers(OUTPUT // 2, OUTPUT + OUTPUT // 2))
+            specs.append(RequestSpec(f"r{self.asked}", np.concatenate([self.shared, own]), output))
         if specs:
             self.loop.submit(specs)
 

@@ -10,6 +10,7 @@ memory is free. The seed repeats traffic and trouble; what threads do in between
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import shutil
@@ -166,7 +167,8 @@ class Soak:
             os.kill(process["pid"], what)
             if what is signal.SIGSTOP:
                 engine.tiers.wait(rng.choice([0.001, 0.1]))
-                os.kill(process["pid"], signal.SIGCONT)
+                with contextlib.suppress(ProcessLookupError):  # it had been killed just before, and is buried now
+                    os.kill(process["pid"], signal.SIGCONT)
 
     def process_of(self, engine: Machine) -> dict[str, Any] | None:
         assert engine.store is not None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 from sapwood.store import Breaker, Faults, FaultyBackend, JobDone, Missing, Released, open_store
-from sapwood.store.protocol import Backend
+from sapwood.store.protocol import Backend, Kept
 
 from . import kit
 
@@ -304,6 +305,46 @@ def test_t08_timeouts_open_the_breaker() -> None:
             assert desk.wait(desk.store.get(kit.hashes(1), {"full": [1]}, timeout=0.05)).failed == "timeout"
         assert desk.store.get(kit.hashes(1), {"full": [1]}, timeout=1) is None
         assert desk.store.breaker.state == "open"
+
+
+@pytest.mark.parametrize("verb", ["exists", "get", "put"])
+def test_t08_a_store_whose_every_thread_hangs_is_given_up(verb: str) -> None:
+    """Three failures open the breaker, and two threads hang: jobs that no thread could begin count too, for those who
+    should have are beyond their time.
+
+    Mutation: `_neglected` is `job.begun`: every request would wait for its deadline for ever.
+    """
+    with Bad(Faults(hang=1), breaker=Breaker(failures=3, seconds=60)) as bad:
+        store = bad.desk.store
+        ask = getattr(store, verb)
+        for n in range(3):
+            job = ask(kit.hashes(n), {"full": [1 + n]}, timeout=0.05)
+            assert bad.desk.wait(job).failed == "timeout"
+        assert ask(kit.hashes(9), {"full": [9]}, timeout=1) is None
+        assert (store.write_breaker if verb == "put" else store.breaker).state == "open"
+
+
+def test_t08_a_job_that_had_to_wait_for_others_says_nothing_about_the_store() -> None:
+    """Both threads are busy with long jobs, which come along page by page: what does not get its turn in time has
+    failed, and the breaker stays closed.
+
+    Mutation: `_neglected` is always true.
+    """
+    with Bad(breaker=Breaker(failures=1, seconds=60)) as bad:
+        store, real = bad.desk.store, bad.backend.put
+
+        def slowly(items: Any) -> Iterator[Kept]:
+            for kept in real(items):
+                time.sleep(0.02)
+                yield kept
+
+        bad.backend.put = slowly
+        bad.backend.part_pages = 100
+        long = [store.put(kit.hashes(*range(low, low + 30)), {"full": range(1, 31)}, timeout=5) for low in (0, 100)]
+        late = store.put(kit.hashes(500), {"full": [1]}, timeout=0.1)
+        assert bad.desk.wait(late).failed == "timeout"
+        assert store.write_breaker.state == "closed"
+        assert [bad.desk.wait(job).failed for job in long] == ["", ""]
 
 
 def test_t08_answers_of_one_kind_do_not_hide_failures_of_another() -> None:

@@ -107,6 +107,7 @@ class ThreadStore(Store):
         self._late: dict[int, _Job] = {}  # reported, but the backend has not returned
         self._first_deadline = math.inf  # of those alive, or earlier
         self._writing = 0  # workers with a put
+        self._writers = max(1, backend.workers - 1)  # at most: one is always left for reads
         self._alone = False  # a worker has a part of which there may be only one
         self._counts: dict[str, int] = dict.fromkeys(
             ("done", "timeout", "error", "closed", "late", "found", "absent", "hit", "miss", "failed",
@@ -259,7 +260,19 @@ class ThreadStore(Store):
         self._tell(done)
 
     def _judge_job(self, job: _Job, failed: str) -> None:
-        self._judge(job.kind, failed, job.begun, job.answered > 0, job.why)
+        self._judge(job.kind, failed, self._neglected(job), job.answered > 0, job.why)
+
+    def _neglected(self, job: _Job) -> bool:
+        """Whether a job that failed speaks against the backend, which had a part of it, or keeps all threads that could
+        have begun it beyond their time. One that had to wait for others says nothing."""
+        hung = [other for other in self._late.values() if other.running]
+        if job.begun or not hung:
+            return job.begun
+        if job.alone and any(other.alone for other in hung):
+            return True
+        threads = sum(other.running for other in hung)
+        writing = sum(other.running for other in hung if other.kind == "put")
+        return threads >= len(self._threads) or (job.kind == "put" and writing >= self._writers)
 
     def _tell(self, report: JobDone | Released) -> None:
         self._reports.append(report)
@@ -304,7 +317,7 @@ class ThreadStore(Store):
         queues = self._queues
         queue = queues["exists"] or queues["get"]
         if not queue:
-            if not queues["put"] or self._writing >= max(1, len(self._threads) - 1):
+            if not queues["put"] or self._writing >= self._writers:
                 return None
             queue = queues["put"]
         if queue[0].alone and self._alone:

@@ -278,7 +278,7 @@ class ProcessStore(Store):
             self._late[job.id] = job
             self._counts["late"] += 1
         self._counts[told.failed or "done"] += 1
-        self._judge(job.kind, told.failed, told.begun, told.answered, told.why)
+        self._judge(job.kind, told.failed, told.neglected, told.answered, told.why)
         self._reports.append(job.done(told.failed, told.held, told.ok))
 
     def _release(self, id: int) -> None:

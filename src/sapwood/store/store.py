@@ -182,10 +182,10 @@ class Store(ABC):
     def _breaker_of(self, kind: Kind) -> Breaker:
         return self.write_breaker if kind == "put" else self.breaker
 
-    def _judge(self, kind: Kind, failed: str, begun: bool, answered: bool, why: str) -> None:
+    def _judge(self, kind: Kind, failed: str, neglected: bool, answered: bool, why: str) -> None:
         """What a job that is over says about the store."""
         breaker, writes = self._breaker_of(kind), kind == "put"
-        if failed in ("timeout", "error") and begun:
+        if failed in ("timeout", "error") and neglected:
             if breaker.failure(kind):
                 what = "written to" if writes else "asked"
                 log.warning("store %s is not %s any more for now (%s)", self._shown, what, why or failed)

@@ -32,7 +32,7 @@ _FILES = socket.CMSG_SPACE(4 * 16)  # of files that come with one frame there is
 _HEAD = struct.Struct("<IB")
 _REGISTER = struct.Struct("<HQIQ")  # group, pages, bytes of a page, where in the file
 _JOB = struct.Struct("<QBdIHi")  # id, kind, deadline, hashes, groups; then groups, hashes, a page a hash and group
-_DONE = struct.Struct("<QBBBBH")  # id, failure, held, begun, answered, size of why; then why, a byte a group and hash
+_DONE = struct.Struct("<QBBBBH")  # id, failure, held, neglected, answered, size of why; then why, a byte a page
 _TAKEN = struct.Struct("<3Q")
 _ID = struct.Struct("<Q")
 _SECONDS = struct.Struct("<d")
@@ -219,26 +219,26 @@ class Done(NamedTuple):
     id: int
     failed: str
     held: bool
-    begun: bool
+    neglected: bool
     answered: bool
     why: str
     ok: bytes
 
     @classmethod
-    def of(cls, done: JobDone, begun: bool, answered: bool, why: str) -> Done:
+    def of(cls, done: JobDone, neglected: bool, answered: bool, why: str) -> Done:
         ok = b"".join(mine.tobytes() for mine in done.ok.values())
-        return cls(done.job, done.failed, done.held, begun, answered, why[:500], ok)
+        return cls(done.job, done.failed, done.held, neglected, answered, why[:500], ok)
 
     def frame(self) -> bytes:
         why = self.why.encode(errors="replace")
-        head = _DONE.pack(self.id, FAILURES.index(self.failed), self.held, self.begun, self.answered, len(why))
+        head = _DONE.pack(self.id, FAILURES.index(self.failed), self.held, self.neglected, self.answered, len(why))
         return frame(DONE, head + why + self.ok)
 
     @classmethod
     def read(cls, body: bytes) -> Done:
-        id, failed, held, begun, answered, length = _DONE.unpack_from(body)
+        id, failed, held, neglected, answered, length = _DONE.unpack_from(body)
         why = body[_DONE.size : _DONE.size + length].decode(errors="replace")
-        return cls(id, FAILURES[failed], bool(held), bool(begun), bool(answered), why, body[_DONE.size + length :])
+        return cls(id, FAILURES[failed], bool(held), bool(neglected), bool(answered), why, body[_DONE.size + length :])
 
 
 def released(id: int) -> bytes:

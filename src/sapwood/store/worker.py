@@ -52,7 +52,7 @@ class _Served(ThreadStore):
         self._begin(job.id, job.kind, job.hashes, arenas, job.pages, job.deadline)
 
     def _judge_job(self, job: _Job, failed: str) -> None:
-        self.said[job.id] = (job.begun, job.answered > 0, job.why)
+        self.said[job.id] = (self._neglected(job), job.answered > 0, job.why)
 
     @property
     def abreast(self) -> int:
