@@ -449,3 +449,47 @@ def test_deadlines_of_a_caller_who_rarely_polls() -> None:
             reports += desk.store.poll()
         os.kill(pid_of(desk), signal.SIGCONT)
         assert [(report.job, report.failed, report.held) for report in reports] == [(job, "timeout", True)]
+
+
+# ---- standing aside
+
+
+def processors_of(desk: kit.Desk) -> set[int]:
+    """On which the threads of its process may run."""
+    tasks = os.listdir(f"/proc/{pid_of(desk)}/task")
+    return set().union(*(os.sched_getaffinity(int(task)) for task in tasks))
+
+
+@pytest.fixture
+def processors() -> Iterator[set[int]]:
+    """Those of this thread, which the test may change."""
+    before = os.sched_getaffinity(0)
+    if len(before) < 2:
+        pytest.skip("there is one processor only: nobody can stand aside")
+    yield before
+    os.sched_setaffinity(0, before)
+
+
+def test_the_process_leaves_the_processor_of_its_caller(tmp_path: Path, processors: set[int]) -> None:
+    """Where the thread that asks runs, no thread of the store's process may run; it goes along when that one moves.
+
+    Mutation: `_Aside.leave` moves the main thread only, or is asked once.
+    """
+    with away(f"file://{tmp_path}/store?size=10MiB") as desk:  # small pages: one thread at a time
+        for here in [*sorted(processors)[:2], min(processors)]:
+            os.sched_setaffinity(0, {here})
+            assert desk.put([here], ["full"]).run() == 1
+            assert processors_of(desk) == processors - {here}
+
+
+def test_threads_that_need_all_processors_keep_them(processors: set[int]) -> None:
+    """A backend that handles pages side by side on as many threads as there are processors is not crowded together.
+
+    Mutation: `_Aside.leave` does not count.
+    """
+    here = min(processors)
+    with away("memory://") as desk:  # two threads, pages of any size
+        os.sched_setaffinity(0, {here})
+        assert desk.put([1], ["full"]).run() == 1
+        left = processors - {here}
+        assert processors_of(desk) == (left if len(left) >= 2 else processors)
