@@ -128,10 +128,12 @@ class Snapshots:
 
     def pass_cuts(self, lease: Lease, upto: int, flights: dict[int, Flight]) -> None:
         """A chunk goes on beyond a cut: unless a checkpoint there is under way, there will be none."""
-        coming = {s.page for flight in flights.values() for s in flight.snapshots if s.lease is lease}
-        for cut in lease.cuts:
-            if cut < upto and cut not in coming:
-                self._skip_cut(lease, cut)
+        passed = [cut for cut in lease.cuts if cut < upto]
+        if passed:
+            coming = {s.page for flight in flights.values() for s in flight.snapshots if s.lease is lease}
+            for cut in passed:
+                if cut not in coming:
+                    self._skip_cut(lease, cut)
 
     def _skip_cut(self, lease: Lease, cut: int) -> None:
         """Nobody need wait for a snapshot at `cut` any more."""
