@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import sapwood.cache
-from sapwood.cache import CacheGroup, Family, Lease, Namespace, Operation, register_family
+from sapwood.cache import CacheGroup, Family, Keep, Lease, Namespace, Operation, register_family, token_bytes
 
 from .chaos import common
 from .driver import BASE, Engine, Request, full, state, toks, window
@@ -235,6 +235,52 @@ def test_f04_no_credit_for_slots_that_are_about_to_be_snapshots():
     leave(engine, guest)
     engine.idle()
     all_free(engine)
+
+
+def test_f04_pages_kept_for_rows_that_run_are_kept_from_one_that_adopts_much():
+    """Two rows run and two window pages are to be left for them, but none is free. A prompt whose window is there far
+    beyond its first chunk takes no new page, and yet what it would read could be evicted for nobody any more: no.
+
+    Mutation: `Desk._admit_resident` counts the pages it adopts beyond the chunk against those it must leave.
+    """
+    engine = Engine(4, full(64), window(32, 12), state(4))
+    prompt = toks(1, 40)
+    engine.run("one", [*prompt, 99])  # ten window pages in the tree
+    for n in range(2):  # two rows run, and take the last
+        nothing = engine.cache.match_nothing(engine.cache.bind(BASE), token_bytes([500 + n]))
+        assert engine.cache.admit(nothing, 1) is not None
+    match = engine.cache.match_prefix(engine.cache.bind(BASE), token_bytes(prompt[:36] + toks(2, 8)))
+    assert (match.boundary, match.depth) == (0, 9)
+    assert engine.cache.admit(match, match.start + 4, keep=Keep(rows=2)) is None
+    assert engine.cache.admit(match, match.start + 4) is not None
+    engine.cache.check()
+
+
+class Start(Family):
+    """Reads the first eight tokens, and nothing between them and itself."""
+
+    def reads(self, start):
+        return ((0, min(start, 8)),)
+
+
+register_family("start", Start)
+
+
+def test_f01_a_family_that_reads_far_back_and_nothing_near_is_given_just_that():
+    """What lies between what it reads and where it begins is not read, and can be evicted for others.
+
+    Mutation: `Desk._admit_resident` takes one span for a window that reaches to the boundary.
+    """
+    engine = Engine(4, full(64), CacheGroup("start", "start", 16))
+    prompt = toks(1, 41)
+    engine.run("one", prompt)
+    match = engine.cache.match_prefix(engine.cache.bind(BASE), token_bytes([*prompt, *toks(2, 8)]))
+    lease, _ = engine.cache.admit(match._replace(sibling=None), match.boundary * 4 + 4)
+    table = engine.cache.table(lease, "start").tolist()
+    assert all(table[:2]) and not any(table[2:10]) and table[10]
+    other = engine.cache.match_nothing(engine.cache.bind(BASE), token_bytes(toks(3, 32)))
+    assert engine.cache.admit(other, 32) is not None, "eight pages are idle"
+    engine.cache.check()
 
 
 @pytest.mark.parametrize("where", ["device", "host"])

@@ -257,12 +257,12 @@ class Desk:
         for g in tree.loose:
             family = tree.families[g]
             spans = family.columns(boundary, match.length)
-            if len(spans) > 1:
+            if len(spans) > 1 or (spans and spans[0][1] != boundary):
                 return None
             low = spans[0][0] if spans else boundary
             end = depth if depth > boundary and (family.reads_promised or not tree.promises) else boundary
             raw = path.device_raw(g, low, end)
-            if raw is None or columns - end + keep.rows > pools[g].counts[FREE]:
+            if raw is None or max(0, columns - end) + keep.rows > pools[g].counts[FREE]:
                 return None
             windows.append((g, low, end, raw))
         seat = None
