@@ -40,7 +40,8 @@ def alone() -> Iterator[kit.Alone]:
 
 @pytest.fixture(scope="session")
 def mooncake(alone: kit.Alone, tmp_path_factory: pytest.TempPathFactory) -> Iterator[kit.Mooncake]:
-    servers = kit.Mooncake(alone, tmp_path_factory.mktemp("mooncake"))
+    # For all tests of a session, on a machine that may be busy with them: nobody is to be taken for dead.
+    servers = kit.Mooncake(alone, tmp_path_factory.mktemp("mooncake"), patience=300)
     yield servers
     servers.close()
 

@@ -375,7 +375,8 @@ class Alone:
 class Mooncake:
     """A master and a provider of memory."""
 
-    def __init__(self, alone: Alone, folder: Path, segment: int = 128 * MIB) -> None:
+    def __init__(self, alone: Alone, folder: Path, segment: int = 128 * MIB, patience: int = 10) -> None:
+        """`patience`: seconds without a word from a provider after which the master takes it for dead."""
         os.environ.update(QUIET)
         self.alone = alone
         self.folder = folder
@@ -387,6 +388,7 @@ class Mooncake:
             assert package is not None and package.submodule_search_locations
             master = Path(next(iter(package.submodule_search_locations))) / "mooncake_master"
             command = [str(master), "--rpc_address=127.0.0.1", f"--rpc_port={self.port}", f"--metrics_port={metrics}"]
+            command.append(f"--client_ttl={patience}")
             self.master = Server(command, folder / "master.log")
             until(lambda: can_connect(self.port), 15, "the master of Mooncake")
             self.provider = self.provide()
