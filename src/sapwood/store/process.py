@@ -93,6 +93,7 @@ class _Child:
         self.steady_at = math.inf  # when it will have lived for long enough
         self.ready = False  # it has opened the store and knows the memory
         self.known = 0  # groups of which it knows the memory
+        self.abreast = 1 << 16  # threads that handle pages side by side
 
     def end(self, patience: float) -> bool:
         """Kill it, and wait until it is gone."""
@@ -141,6 +142,8 @@ class ProcessStore(Store):
         self._restarts = self._tries = 0
         self._restart_at = math.inf
         self._answer: tuple[int, bytes] | None = None  # to what was sent last and is waited for
+        self._processors = os.sched_getaffinity(0)  # on which it may run
+        self._processor = -1  # where this thread was when the process last stood aside for it
         self._epoll = select.epoll()
         self._watched = 0  # events of the socket that are waited for
         self._child: _Child | None = None
@@ -179,7 +182,8 @@ class ProcessStore(Store):
         self._files.append(file)
         frame = wire.register(arena.index, (len(array), array.shape[1]), place.offset)
         self._child.link.send(frame, file)
-        self._ask(wire.REGISTERED)
+        self._child.abreast = wire.read_registered(self._ask(wire.REGISTERED))
+        self._processor = -1  # where it may run depends on that
         self._arenas[group] = arena
         self._places[group] = (file, frame)
 
@@ -264,8 +268,10 @@ class ProcessStore(Store):
         self._live[id] = _Flight(id, kind, asked, deadline, int(np.count_nonzero(there)))
         self._first_deadline = min(self._first_deadline, deadline + _GRACE)
         assert self._child is not None
+        if _processor() != self._processor:
+            self._stand_aside(self._child)
         groups = [arena.index for arena in arenas]
-        self._child.link.send(wire.Job(id, kind, deadline, groups, hashes, pages, _processor()).frame())
+        self._child.link.send(wire.Job(id, kind, deadline, groups, hashes, pages).frame())
         self._watch()
 
     def _done(self, told: wire.Done) -> None:
@@ -311,6 +317,8 @@ class ProcessStore(Store):
         """All there is to do now. Never waits."""
         child = self._child
         if child is not None:
+            if _processor() != self._processor:
+                self._stand_aside(child)
             for kind, body in child.link.receive():
                 self._hear(child, kind, body)
             if child.link.unsent:
@@ -328,6 +336,21 @@ class ProcessStore(Store):
             self._child.process.start_beside()
         self._expire()
 
+    def _stand_aside(self, child: _Child) -> None:
+        """Keep the process off the processor that this thread runs on, if the others are enough for its threads: the
+        kernel may put one there that it wakes, and look only with its next tick, milliseconds later, who goes first.
+        This thread does it itself: that one may be waiting for this very processor."""
+        if not child.ready or not child.process.pid:
+            return
+        self._processor = _processor()
+        others = self._processors - {self._processor}
+        if len(others) < child.abreast:
+            others = self._processors
+        with contextlib.suppress(OSError):  # it may be gone
+            for task in os.listdir(f"/proc/{child.process.pid}/task"):
+                with contextlib.suppress(OSError):
+                    os.sched_setaffinity(int(task), others)
+
     def _hear(self, child: _Child, kind: int, body: bytes) -> None:
         if kind == wire.DONE:
             self._done(wire.Done.read(body))
@@ -343,13 +366,15 @@ class ProcessStore(Store):
             log.warning("store %s cannot be opened again for now: %s", self._shown, wire.read_refusal(body))
             child.process.kill()
         else:  # the one that was started again opened the store, or knows another group's memory
-            child.known += kind == wire.REGISTERED
+            if kind == wire.REGISTERED:
+                child.known += 1
+                child.abreast = wire.read_registered(body)
             if child.known == len(self._places):
                 child.ready = True
                 child.steady_at = time.monotonic() + _STEADY
                 log.warning("the process of store %s runs again", self._shown)
 
-    def _ask(self, want: int) -> None:
+    def _ask(self, want: int) -> bytes:
         """Wait for the answer to what was sent."""
         self._answer = None
         if not self._until(lambda: self._answer is not None or self._child is None, _OPENING):
@@ -359,11 +384,13 @@ class ProcessStore(Store):
         kind, body = self._answer
         if kind != want:
             raise wire.read_refusal(body)
+        return body
 
     def _begin_child(self) -> None:
         hello: list[tuple[bytes, int | None]] = [(self._opening.frame(), None)]
         hello += [(frame, file) for file, frame in self._places.values()]
         self._child = _Child(hello)
+        self._processor = -1
         self._children[:] = [self._child]
         self._watched = 0
         self._watch()

@@ -31,8 +31,9 @@ ROOM = 256 << 10  # bytes that are read at once
 _FILES = socket.CMSG_SPACE(4 * 16)  # of files that come with one frame there is one
 _HEAD = struct.Struct("<IB")
 _REGISTER = struct.Struct("<HQIQ")  # group, pages, bytes of a page, where in the file
-_JOB = struct.Struct("<QBdIHi")  # id, kind, deadline, hashes, groups; then groups, hashes, a page a hash and group
+_JOB = struct.Struct("<QBdIH")  # id, kind, deadline, hashes, groups; then groups, hashes, a page a hash and group
 _DONE = struct.Struct("<QBBBBH")  # id, failure, held, neglected, answered, size of why; then why, a byte a page
+_ABREAST = struct.Struct("<H")
 _TAKEN = struct.Struct("<3Q")
 _ID = struct.Struct("<Q")
 _SECONDS = struct.Struct("<d")
@@ -178,6 +179,15 @@ def read_register(body: bytes) -> tuple[int, tuple[int, int], int]:
     return group, (pages, page_bytes), offset
 
 
+def registered(abreast: int) -> bytes:
+    """`abreast`: how many threads handle pages side by side."""
+    return frame(REGISTERED, _ABREAST.pack(abreast))
+
+
+def read_registered(body: bytes) -> int:
+    return int(_ABREAST.unpack(body)[0])
+
+
 # ---- jobs
 
 
@@ -188,7 +198,6 @@ class Job(NamedTuple):
     groups: Sequence[int]
     hashes: bytes
     pages: NDArray[Any]
-    processor: int  # that the caller runs on, or -1
 
     def frame(self) -> bytes:
         n, groups = self.pages.shape
@@ -197,7 +206,7 @@ class Job(NamedTuple):
         return b"".join(
             (
                 _HEAD.pack(size, JOB),
-                _JOB.pack(self.id, KINDS.index(self.kind), self.deadline, n, groups, self.processor),
+                _JOB.pack(self.id, KINDS.index(self.kind), self.deadline, n, groups),
                 struct.pack(f"<{groups}H", *self.groups),
                 self.hashes,
                 table,
@@ -206,11 +215,11 @@ class Job(NamedTuple):
 
     @classmethod
     def read(cls, body: bytes) -> Job:
-        id, kind, deadline, n, groups, processor = _JOB.unpack_from(body)
+        id, kind, deadline, n, groups = _JOB.unpack_from(body)
         names = struct.unpack_from(f"<{groups}H", body, _JOB.size)
         begin = _JOB.size + 2 * groups
         table = np.frombuffer(body, "<i4", n * groups, begin + 32 * n).reshape(n, groups)
-        return cls(id, KINDS[kind], deadline, names, body[begin : begin + 32 * n], table.astype(np.int64), processor)
+        return cls(id, KINDS[kind], deadline, names, body[begin : begin + 32 * n], table.astype(np.int64))
 
 
 class Done(NamedTuple):

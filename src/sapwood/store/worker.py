@@ -95,7 +95,6 @@ class _Desk:
         self._link = wire.Link(end)
         self._bell = Bell()
         self._store: _Served | None = None
-        self._aside = _Aside()
         self._poller = select.poll()
         self._poller.register(self._bell, select.POLLIN)
 
@@ -108,10 +107,7 @@ class _Desk:
                     continue
                 assert self._store is not None
                 if kind == wire.JOB:
-                    job = wire.Job.read(body)
-                    if job.processor != self._aside.left:
-                        self._aside.leave(job.processor, self._store.abreast)
-                    self._store.take(job)
+                    self._store.take(wire.Job.read(body))
                 elif kind == wire.REGISTER:
                     self._register(self._store, body)
                 elif kind == wire.CLOSE:
@@ -149,7 +145,7 @@ class _Desk:
         else:
             if store.abreast == 1:
                 _never_preempt()
-            self._say(wire.frame(wire.REGISTERED))
+            self._say(wire.registered(store.abreast))
 
     def _close(self, store: _Served, seconds: float) -> None:
         store.close(seconds)
@@ -161,23 +157,6 @@ class _Desk:
         while self._link.unsent and not self._link.lost:
             self._sleep()
             self._link.flush()
-
-
-class _Aside:
-    """Keeps this process off the processor that the engine's thread runs on: the kernel may put a thread there that it
-    wakes, and look only with its next tick, milliseconds later, who should have gone first."""
-
-    def __init__(self) -> None:
-        self.left = -1
-        self._all = os.sched_getaffinity(0)
-
-    def leave(self, processor: int, abreast: int) -> None:
-        """If the others are enough for so many threads."""
-        self.left = processor
-        others = self._all - {processor}
-        for task in os.listdir("/proc/self/task"):
-            with contextlib.suppress(OSError):
-                os.sched_setaffinity(int(task), others if len(others) >= abreast else self._all)
 
 
 def _never_preempt() -> None:
