@@ -42,6 +42,7 @@ class Keep(NamedTuple):
 
 
 NOTHING_KEPT = Keep()
+_NO_SLOTS: dict[int, int] = {}
 
 
 class Desk:
@@ -75,13 +76,14 @@ class Desk:
             if tree.has_host:
                 self._load_holes(path, g, spans[g], tables[g], load, joined)
         if tree.slots and boundary:
-            node = path.ending(boundary)
+            node = path.holding(boundary)
             for g in tree.slots:
-                if node.device.pages[g]:
-                    seeds[g] = node.device.pages[g]
+                slot = (node.device.pages[g] or _NO_SLOTS).get(boundary)
+                if slot:
+                    seeds[g] = slot
                 else:
                     assert node.host is not None
-                    self._load_one(g, boundary - 1, node.host.pages[g], load, joined)
+                    self._load_one(g, boundary - 1, node.host.pages[g][boundary], load, joined)
         columns = 0 if load or joined else -(-upto // tree.page_size)
         need = {g: max(0, columns - depth) for g in tree.closed}
         for g in tree.loose:
@@ -267,10 +269,10 @@ class Desk:
             windows.append((g, low, end, raw))
         seat = None
         if tree.slots and boundary:
-            seat = path.ending(boundary)
+            seat = path.holding(boundary)
         for g in tree.slots:
             pool = pools[g]
-            seed = seat.device.pages[g] if seat is not None else 0
+            seed = (seat.device.pages[g] or _NO_SLOTS).get(boundary, 0) if seat is not None else 0
             if seat is not None and not seed:
                 return None
             if not pool.counts[FREE] and pool.idle <= (seed > 0 and not pool.read_by(seed)):
@@ -294,11 +296,12 @@ class Desk:
             if columns > end:
                 table += pools[g].take(columns - end, LEASE)
         if seat is not None:
-            lease.seed_node = seat
-            seat.device.used = tree.now
+            seat = tree.node_at(lease.node, boundary)  # the anchor may have been cut out of it
+            lease.seed_depth = boundary
+            seat.device.seen[boundary] = tree.now  # type: ignore[index]
             for g in tree.slots:
-                lease.seed[g] = seat.device.pages[g]
-                pools[g].read_one(lease.seed[g])
+                slot = lease.seed[g] = seat.device.pages[g][boundary]
+                pools[g].read_one(slot)
         for g in tree.slots:
             if not pools[g].counts[FREE]:  # all that it reads is held: who goes now is somebody else's
                 tree.queues[g, DEVICE].evict(1)
@@ -363,7 +366,6 @@ class Desk:
         """Pin the path and read the pages the lease needs of it."""
         tree = self.tree
         lease, nodes = self._anchored(match, wish.depth)
-        node = lease.node
         if wish.load or wish.joined:
             lease.wanted = wish.spans
         else:
@@ -371,8 +373,9 @@ class Desk:
                 lease.tables[g] = bytearray().join([at.device.pages[g] for at in nodes])
                 lease.upto[g] = wish.depth
         if tree.slots and match.boundary:
-            lease.seed_node = tree.node_ending(node, match.boundary)
-            lease.seed_node.device.used = tree.now
+            lease.seed_depth = match.boundary
+            if wish.seeds:
+                tree.node_at(lease.node, match.boundary).device.seen[match.boundary] = tree.now  # type: ignore[index]
             for g, slot in wish.seeds.items():
                 tree.pools[DEVICE][g].read_one(slot)
                 lease.seed[g] = slot

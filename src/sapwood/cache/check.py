@@ -108,11 +108,15 @@ class _Check:
         something = False
         for t in tree.tiers:
             copy = tree.copy_in(node, t)
+            stand = {depth for g in tree.slots for depth in copy.pages[g] or ()}
+            assert stand == set(copy.seen or ()), f"{at}: snapshots at {stand}, known are {copy.seen}"
             something |= copy.count > 0 or (not tree.closed and any(copy.pages))
             for g in range(len(tree.groups)):
                 pages = copy.pages[g]
                 if g in tree.slots:
-                    ids = np.array([pages] if pages else [], np.int32)
+                    ids = np.array([*(pages or {}).values()], np.int32)
+                    inside = all(node.start < depth <= node.end for depth in pages or ())
+                    assert inside, f"{at}: a snapshot of {tree.groups[g].name} stands elsewhere"
                 else:
                     ids = as_ids(pages or b"")
                     size = copy.count if g in tree.closed else node.n
@@ -207,7 +211,7 @@ class _Check:
     def _ids(self, node: Node, g: int) -> list[int]:
         """The host pages of a group at a node."""
         pages = self.tree.copy_in(node, HOST).pages[g]
-        return [pages] if g in self.tree.slots else as_ids(pages or b"").tolist()
+        return [*(pages or {}).values()] if g in self.tree.slots else as_ids(pages or b"").tolist()
 
     def _saves(self) -> None:
         marked: dict[Node, list[Transfer]] = {}
@@ -304,7 +308,7 @@ class _Check:
                     inside = bool(copy.queued & queue.bits[which])
                     assert standing[which][node] == inside, f"{self._at(node)}: queue {which} of group {g}"
                 pages = copy.pages[g]
-                ids = np.array([pages or 0], np.int32) if g in tree.slots else as_ids(pages or b"")
+                ids = np.array([*(pages or {}).values()], np.int32) if g in tree.slots else as_ids(pages or b"")
                 if ((ids != 0) & (readers[ids] == 0)).any():
                     assert copy.queued & (queue.bits[0] | queue.bits[1]), (
                         f"{self._at(node)}: has idle pages of {tree.groups[g].name} on {TIERS[t]}, is in no queue"

@@ -177,6 +177,7 @@ class Follower:
                 tree.pools[DEVICE][g].move(ids, LEASE, FLIGHT)
                 held.freed.append((g, ids))
         lease.own.clear()
+        self.unseed(lease)
         tree.unpin(lease.node, DEVICE)
         lease.node, lease.depth, lease.boundary = node, depth, boundary
         nodes = tree.path_to(node).nodes
@@ -209,25 +210,28 @@ class Follower:
         tree = self.tree
         if not tree.slots:
             return
-        old, place = lease.seed, lease.seed_node
-        lease.seed = {}
         lease.opened = False
-        lease.seed_node = tree.node_ending(lease.node, boundary) if boundary else None
+        lease.seed_depth = boundary
+        if not boundary:
+            return
+        at = tree.node_at(lease.node, boundary).device
+        at.seen[boundary] = tree.now  # type: ignore[index]
         for g in tree.slots:
-            pool = tree.pools[DEVICE][g]
-            if lease.seed_node is not None:
-                slot = lease.seed_node.device.pages[g]
-                lease.seed[g] = slot
-                pool.read_one(slot)
-                lease.seed_node.device.used = tree.now
-        self.unseed(old, place)
+            slot = lease.seed[g] = at.pages[g][boundary]
+            tree.pools[DEVICE][g].read_one(slot)
 
-    def unseed(self, seeds: dict[int, int], node: Node | None) -> None:
-        """Stop reading snapshots that stand at the end of `node`."""
+    def unseed(self, lease: Lease) -> None:
+        """The lease stops reading the snapshot it was to start from."""
+        seeds, lease.seed = lease.seed, {}
+        if seeds:
+            self.unread_slots(seeds, None if lease.detached else self.tree.node_at(lease.node, lease.seed_depth))
+
+    def unread_slots(self, slots: dict[int, int], node: Node | None) -> None:
+        """Stop reading snapshots that stand in `node`, or in none any more."""
         tree = self.tree
-        for g, slot in seeds.items():
+        for g, slot in slots.items():
             tree.pools[DEVICE][g].unread_one(slot)
-            if node is not None and node.alive:
+            if node is not None:
                 tree.queues[g, DEVICE].add(node, node.device)
 
     def adopt(self, lease: Lease, tokens: bytes, position: int) -> int:

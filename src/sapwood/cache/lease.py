@@ -129,7 +129,7 @@ class Lease:
         "rolling",
         "root",
         "seed",
-        "seed_node",
+        "seed_depth",
         "shared",
         "source",
         "start",
@@ -159,7 +159,7 @@ class Lease:
         self.shared: Mapping[Transfer, int] = _ALONE  # detached: pages that its path shares with each load's
         self.boundary = 0  # pages it began with
         self.seed: dict[int, int] = {}  # slot group -> snapshot to start from, read until it has been copied
-        self.seed_node: Node | None = None
+        self.seed_depth = 0  # and where that stands
         self.working: dict[int, int] = {}  # slot group -> the slot its rows advance
         self.source: Holder | None = None  # the page a copy on write takes from
         self.copied = 0  # tokens that copy brings

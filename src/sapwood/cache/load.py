@@ -208,10 +208,12 @@ class Loads:
         tree = self.tree
         pool = tree.pools[DEVICE][g]
         if g in tree.slots:
-            at = lease.seed_node
-            if at is not None and g not in lease.seed and at.device.pages[g]:
-                lease.seed[g] = at.device.pages[g]
-                pool.read(np.array([lease.seed[g]], np.int32))
+            depth = lease.seed_depth
+            if depth and g not in lease.seed:
+                slot = (tree.node_at(lease.node, depth).device.pages[g] or {}).get(depth)
+                if slot:
+                    lease.seed[g] = slot
+                    pool.read_one(slot)
             return
         table = np.frombuffer(lease.tables[g], np.int32)
         for low, high in lease.wanted.get(g, ()):

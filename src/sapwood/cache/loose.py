@@ -10,6 +10,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 if TYPE_CHECKING:
     from .node import Copy, Node
@@ -39,7 +40,8 @@ class LooseQueue:
         bit = self.bits[0]
         if not copy.queued & bit:
             copy.queued |= bit
-            heappush(self.heaps[0], (copy.used, node.seq, node))
+            used = min(copy.seen.values()) if self.slot and copy.seen else copy.used
+            heappush(self.heaps[0], (used, node.seq, node))
 
     def _push(self, node: Node, copy: Copy, heap: int) -> None:
         if not copy.queued & self.bits[heap]:
@@ -48,7 +50,7 @@ class LooseQueue:
 
     def evict(self, need: int) -> None:
         """Free `need` pages. The caller has seen that there are that many (`PagePool.idle`)."""
-        tree, g, tier = self.tree, self.g, self.tier
+        g, tier = self.g, self.tier
         for which, heap in enumerate(self.heaps):
             while need > 0 and heap:
                 used, _, node = heap[0]
@@ -57,6 +59,9 @@ class LooseQueue:
                     self.stale[which] -= 1
                     continue
                 copy: Copy = node.host if tier else node.device  # type: ignore[assignment]
+                if self.slot:
+                    need -= self._take_slot(node, copy, used)
+                    continue
                 if copy.used > used and copy.pages[g]:
                     heapreplace(heap, (copy.used, node.seq, node))
                     continue
@@ -64,47 +69,72 @@ class LooseQueue:
                 copy.queued &= ~self.bits[which]
                 if not copy.pages[g]:
                     continue
-                if self.slot:
-                    if not tree.pools[tier][g].readers[copy.pages[g]]:
-                        tree.drop_slot(node, tier, g)
-                        tree.count_evicted(node, tier, g, 1)
-                        need -= 1
-                        tree.sweep_evicted(node)
-                    continue
                 need -= self._take(node, copy, which, need)
         assert need <= 0, "more was idle than could be found"
+
+    def _take_slot(self, node: Node, copy: Copy, used: int) -> int:
+        """`node` stands first in the queue, for a snapshot last used at `used`, if it still has it. Let go of its
+        oldest one that nobody reads, or put the node where that one belongs."""
+        tree, g, tier, heap = self.tree, self.g, self.tier, self.heaps[0]
+        reads, seen = tree.pools[tier][g].readers, copy.seen or {}
+        idle = sorted([(seen[depth], depth) for depth, slot in (copy.pages[g] or {}).items() if not reads[slot]])
+        if idle and idle[0][0] > used:
+            heapreplace(heap, (idle[0][0], node.seq, node))
+            return 0
+        taken = 0
+        if idle:
+            tree.drop_slot(node, tier, g, idle.pop(0)[1])
+            tree.count_evicted(node, tier, g, 1)
+            taken = 1
+        if idle:
+            heapreplace(heap, (idle[0][0], node.seq, node))
+        else:
+            heappop(heap)
+            copy.queued &= ~self.bits[0]
+            if taken:
+                tree.sweep_evicted(node)
+        return taken
 
     def _take(self, node: Node, copy: Copy, which: int, need: int) -> int:
         tree, g, tier = self.tree, self.g, self.tier
         pages = np.frombuffer(copy.pages[g], np.int32)
         idle = (pages != 0) & (tree.pools[tier][g].readers[pages] == 0)
-        protected = 0
+        guarded = None
         if which == 0 and self.treasures:
-            protected = min(self._protected(node), node.n)
-        columns = idle[: node.n - protected].nonzero()[0]
+            guarded = self._guarded(node)
+        columns = (idle if guarded is None else idle & ~guarded).nonzero()[0]
         chosen = columns[:need] if which == 0 else columns[::-1][:need][::-1]
         del pages
         taken = tree.drop_loose(node, tier, g, chosen)
         if taken < len(columns):
             self._push(node, copy, which)
-        elif which == 0 and protected and idle[node.n - protected :].any():
+        elif guarded is not None and (idle & guarded).any():
             self._push(node, copy, 1)
         if not np.frombuffer(copy.pages[g], np.int32).any():
             copy.pages[g] = None
             tree.sweep_evicted(node)
         return taken
 
-    def _protected(self, node: Node) -> int:
-        """How many pages at the end of `node` lie in the window of a leaf, a branch point or a snapshot below."""
+    def _guarded(self, node: Node) -> npt.NDArray[np.bool_]:
+        """By page of `node`: whether it lies in the window of a leaf, a branch point or a snapshot, there or below."""
+        most, start, end = self.treasures, node.start, node.start + node.n
+        guarded = np.zeros(node.n, np.bool_)
+        for depth in self._snapshots(node):
+            guarded[max(0, depth - most - start) : depth - start] = True
         away, at = 0, node
-        while away < self.treasures:
-            if len(at.children) != 1 or any(
-                self.tree.copy_in(at, t).pages[s] for s in self.tree.slots for t in self.tree.tiers
-            ):
-                return self.treasures - away
+        while away < most and len(at.children) == 1:
             at = next(iter(at.children.values()))
-            away += at.n
-        return 0
+            away = min([at.end, *self._snapshots(at)]) - end
+            if away < at.end - end:
+                break
+        if away < most:
+            guarded[max(0, node.n - most + away) :] = True
+        return guarded
+
+    def _snapshots(self, node: Node) -> list[int]:
+        """The depths at which snapshots of any group and tier stand in `node`."""
+        tree = self.tree
+        return [depth for t in tree.tiers for g in tree.slots for depth in tree.copy_in(node, t).pages[g] or ()]
 
     def lost(self, copy: Copy) -> None:
         """The node of `copy` has left the tree; when most entries are of such nodes, they are thrown out."""

@@ -24,11 +24,13 @@ class Copy:
     holds   own pins + children with holds, in this tier
     kids    children that have closed pages in this tier
     count   closed pages here: on device all or none; on host the first `count` of the node
-    pages   by group: closed: `count` int32 ids as bytes; not closed: n ids, 0 = hole, or None; slot: an id or 0
+    pages   by group: closed: `count` int32 ids as bytes; not closed: n ids, 0 = hole, or None; slots: by the depth at
+            which a snapshot stands, or None
+    seen    by depth: when a snapshot that stands there was last used
     used    when somebody last used it (step counter); queued: bits of the eviction queues it stands in
     """
 
-    __slots__ = ("count", "holds", "kids", "pages", "queued", "used")
+    __slots__ = ("count", "holds", "kids", "pages", "queued", "seen", "used")
 
     def __init__(self, pages: list[Any], used: int) -> None:
         self.holds = 0
@@ -37,6 +39,7 @@ class Copy:
         self.pages = pages
         self.used = used
         self.queued = 0
+        self.seen: dict[int, int] | None = None
 
 
 class Node:

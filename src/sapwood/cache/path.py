@@ -155,18 +155,25 @@ class Path:
                 return int.from_bytes(pages[at : at + 4], "little") if pages else 0
         return 0
 
-    def ending(self, depth: int) -> Node:
-        """The node that ends at `depth`."""
+    def holding(self, depth: int) -> Node:
+        """The node that has the page which ends at `depth`."""
         for node in reversed(self.nodes):
             if node.start < depth:
-                assert node.start + node.n == depth
                 return node
-        raise AssertionError("a path has no node that ends there")
+        raise AssertionError("a path has no page that ends there")
 
     def deepest_slot(self, index: int, limit: int) -> int:
         for node in reversed(self.nodes):
-            if node.start + node.n <= limit and (
-                node.device.pages[index] or (self.tier and node.host is not None and node.host.pages[index])
-            ):
-                return node.start + node.n
+            if node.start >= limit:
+                continue
+            deepest = 0
+            for depth in node.device.pages[index] or ():
+                if deepest < depth <= limit:
+                    deepest = depth
+            if self.tier:
+                for depth in node.host.pages[index] or ():  # type: ignore[union-attr]
+                    if deepest < depth <= limit:
+                        deepest = depth
+            if deepest:
+                return deepest
         return 0

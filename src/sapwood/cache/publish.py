@@ -101,7 +101,7 @@ class Publisher:
 
     def _any_rows(self, leases: Sequence[Lease], pages: Sequence[bytes]) -> list[Fallen]:
         tree = self.tree
-        closed, loose, slots, paged, host = tree.closed, tree.loose, tree.slots, tree.paged, tree.has_host
+        closed, loose, paged, host = tree.closed, tree.loose, tree.paged, tree.has_host
         moved: list[list[bytearray]] = [[] for _ in tree.groups]
         fallen: list[Fallen] = []
         announcing, hashing = tree.announcing, tree.hashing
@@ -118,11 +118,7 @@ class Publisher:
             for g in loose:
                 if upto[g] != depth:
                     alone = False
-            longer = alone and type(edge) is bytearray
-            for g in slots:
-                if there[g] or (host and node.host.pages[g]):  # type: ignore[union-attr]
-                    longer = False
-            if longer:
+            if alone and type(edge) is bytearray:
                 edge += page
                 node.n += 1
                 node.crc = None
@@ -144,18 +140,6 @@ class Publisher:
                         node.host.pages[g] += HOLE  # type: ignore[union-attr]
                 if closed:
                     copy.count = node.n
-            elif alone and slots and closed and not node.moving:
-                # A snapshot stands at the end of the leaf: a new one begins below it, and takes over the lease's pin.
-                copy.kids += 1
-                node = lease.node = tree.attach(node, bytearray(page), 1)
-                copy = node.device
-                copy.holds = copy.count = 1
-                there = copy.pages
-                for g in paged:
-                    one = lease.tables[g][at : at + 4]
-                    there[g] = bytearray(one)
-                    moved[g].append(one)
-                    upto[g] = last
             else:
                 duplicates = self.publish(lease, page, depth, last, None, 0)
                 if duplicates:
@@ -231,13 +215,13 @@ class Publisher:
         deepest = max(spans, key=lambda span: span.last)
         return Span(min(span.first for span in spans), deepest.last, deepest.node)
 
-    def snapshot_is_real(self, lease: Lease, node: Node, groups: list[int], rolling: bool) -> None:
-        """A snapshot of `groups` at the end of `node` can be used, announced if events speak of it, and saved."""
+    def snapshot_is_real(self, lease: Lease, node: Node, depth: int, groups: list[int], rolling: bool) -> None:
+        """A snapshot of `groups` at `depth` in `node` can be used, announced if events speak of it, and saved."""
         tree = self.tree
         if tree.announcing and tree.told in groups:
-            tell_stored(tree, node, DEVICE, node.end - 1, node.end)
+            tell_stored(tree, node, DEVICE, depth - 1, depth)
         if tree.has_host and not rolling:
-            self.offer(lease, node.end - 1, node.end, node)
+            self.offer(lease, depth - 1, depth, node)
 
     # ---- closed groups
 
@@ -319,7 +303,7 @@ class Publisher:
             copy.count += n
 
     def can_grow(self, node: Node) -> bool:
-        """Whether `node` may get longer in place: a leaf, held by one lease alone, with no snapshot at its end."""
+        """Whether `node` may get longer in place: a leaf, held by one lease alone."""
         tree = self.tree
         copy = node.device
         if node.children or node.parent is None or copy.holds - node.moving != 1 or node.loading is not None:
@@ -328,9 +312,6 @@ class Publisher:
             return False
         if node.host is not None and node.host.holds:  # by a backup: what it holds is all on host, and stays so
             return False
-        for g in tree.slots:
-            if copy.pages[g] or (node.host is not None and node.host.pages[g]):
-                return False
         return type(node.edge) is bytearray or len(node.edge) <= _THAW_BYTES
 
     def grow(self, node: Node, more: bytes | bytearray, n: int) -> None:

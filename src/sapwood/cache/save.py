@@ -7,8 +7,6 @@ is in the way: a hole, a page host has already, a promise, another save under wa
 
 from __future__ import annotations
 
-from struct import Struct
-
 import numpy as np
 
 from .announce import tell_parts
@@ -20,8 +18,6 @@ from .room import Room
 from .runs import HOLE, Ranges, Run, joined, pages_in, ranges, runs, spread
 from .transfer import Ledger, Operation, Parts, Transfer
 from .tree import Cover, Tree, as_ids
-
-_id = Struct("<i").unpack_from
 
 
 class Saves:
@@ -99,9 +95,14 @@ class Saves:
             if len(ids):
                 kept[HOST, g] = (ids if len(boundaries) == 1 else np.unique(ids)).tobytes()
         for g in tree.slots:
-            snapshot = tree.copy_in(node, HOST).pages[g] if node.end in boundaries else None
-            if snapshot:
-                kept[HOST, g] = snapshot.to_bytes(4, "little")
+            slots = [
+                slot.to_bytes(4, "little")
+                for depth in boundaries
+                if 0 < depth <= node.end
+                and (slot := (tree.copy_in(tree.node_at(node, depth), HOST).pages[g] or {}).get(depth))
+            ]
+            if slots:
+                kept[HOST, g] = b"".join(slots)
         return hold(tree, node, (HOST,), (0, max(boundaries)), kept)
 
     def _window_on_host(self, node: Node, g: int, boundary: int) -> Ids:
@@ -140,17 +141,18 @@ class Saves:
                     else:
                         got = [(start + low, ids)]
                     found[g] = found[g] + got if g in found else got
-            if high == node.n:
-                for g in self.slots:
-                    if there[g] and not kept[g] and not (busy and self._under_way(node, g)):
-                        got = [(start + high - 1, there[g].to_bytes(4, "little"))]
-                        found[g] = found[g] + got if g in found else got
+            for g in self.slots:
+                if there[g]:
+                    for depth in sorted(there[g]):
+                        if start + low < depth <= start + high and depth not in (kept[g] or ()):
+                            if not (busy and self._under_way(node, g, depth)):
+                                found.setdefault(g, []).append((depth - 1, there[g][depth].to_bytes(4, "little")))
         return {g: got for g, got in found.items() if got} if [] in found.values() else found
 
     @staticmethod
-    def _under_way(node: Node, g: int) -> bool:
-        """Whether a save of the snapshot at the end of `node` is under way."""
-        return node.saving is not None and any(save.covers(g, node.end - 1) for save in node.saving)
+    def _under_way(node: Node, g: int, depth: int) -> bool:
+        """Whether a save of the snapshot at `depth` in `node` is under way."""
+        return node.saving is not None and any(save.covers(g, depth - 1) for save in node.saving)
 
     def _unsaved(self, node: Node, g: int, first: int, ids: bytes) -> list[Run]:
         """Which of `ids`, the device pages of `node` from `first` on, should be saved: the careful way to look."""
@@ -224,7 +226,7 @@ class Saves:
 
     def _simple_start(self, transfer: Transfer, path: Cover) -> int | None:
         """From where on every group of pages came whole, if all of it can be put where it belongs, as mostly: host has
-        exactly what is before it in each node, and snapshots stand where nodes end. Else None."""
+        exactly what is before it in each node. Else None."""
         tree, came = self.tree, transfer.ranges
         start = -1
         for g in tree.paged:
@@ -236,8 +238,7 @@ class Saves:
         if start < 0:
             return None
         closed = bool(tree.closed) and tree.closed[0] in came
-        loose, slots = [g for g in tree.loose if g in came], [g for g in tree.slots if g in came]
-        ends = set()
+        loose = [g for g in tree.loose if g in came]
         for node, low, high in path:
             host: Copy = node.host  # type: ignore[assignment]
             first = start - node.start
@@ -250,15 +251,6 @@ class Saves:
                     pages = host.pages[g]
                     if pages and pages.count(0, 4 * first, 4 * high) < 4 * (high - first):
                         return None
-            if slots and high == node.n:
-                ends.add(node.start + high)
-                for g in slots:
-                    if host.pages[g]:
-                        return None
-        for g in slots:
-            for low, high in came[g]:
-                if low + 1 != high or high not in ends:
-                    return None
         return start
 
     def _land_all(self, transfer: Transfer, path: Cover, start: int) -> int:
@@ -268,7 +260,6 @@ class Saves:
         raws = {g: targets.tobytes() for g, (_, targets) in transfer.parts.items()}
         closed = [(g, raws[g]) for g in tree.closed if g in raws]
         loose = [(g, raws[g], tree.queues[g, HOST]) for g in tree.loose if g in raws]
-        slots = [(g, raws[g], tree.queues[g, HOST]) for g in tree.slots if g in raws]
         landed = 0
         for node, low, high in path:
             host: Copy = node.host  # type: ignore[assignment]
@@ -294,15 +285,10 @@ class Saves:
                         pages[g] = bytearray(4 * node.n)
                     pages[g][4 * first : 4 * high] = raw[begin:end]
                     queue.add(node, host)
-            if high == node.n:
-                for g, raw, queue in slots:
-                    slot = pages[g] = _id(raw, end - 4)[0]
-                    if slot:
-                        pools[g].move_one(slot, FLIGHT, TREE)
-                        pools[g].idle += 1
-                        queue.add(node, host)
-                        landed += 1
             host.used = now
+        for g in tree.slots:
+            if g in raws:
+                landed += pages_in(self.ledger.land_slot(transfer, g, transfer.ranges[g]))
         n = transfer.last - start
         for g, raw in closed:
             pools[g].hand(raw[-4 * n :], FLIGHT, TREE)

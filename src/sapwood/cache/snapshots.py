@@ -10,11 +10,9 @@ from .flight import Flight, Snapshot
 from .follow import Follower
 from .group import DEVICE
 from .lease import Holder, Lease, PageCopy
-from .node import Node
 from .pool import FLIGHT, LEASE
 from .publish import Publisher
 from .room import Room
-from .transfer import put_slot
 from .tree import Tree
 
 _new = tuple.__new__  # a NamedTuple in a third of the time
@@ -47,9 +45,9 @@ class Snapshots:
         if lease.seed:
             ids = {(DEVICE, g): slot.to_bytes(4, "little") for g, slot in lease.seed.items()}
             if not lease.detached:
-                node = lease.seed_node
-                assert node is not None
-                flight.holders.append(Holder(tree, node, (DEVICE,), (node.end - 1, node.end), ids))
+                depth = lease.seed_depth
+                node = tree.node_at(lease.node, depth)
+                flight.holders.append(Holder(tree, node, (DEVICE,), (depth - 1, depth), ids))
                 lease.seed = {}
         if lease.source is not None:
             for (_, g), page in lease.source.pages.items():
@@ -83,22 +81,21 @@ class Snapshots:
     def _make_room(self, lease: Lease, need: dict[int, int]) -> bool:
         """Evict for a checkpoint, but never the last one to make the next: that one may fail."""
         tree = self.tree
-        place = self._rolling_node(lease)
-        old = {} if place is None else {g: place.device.pages[g] for g in tree.slots if place.device.pages[g]}
+        old = self._rolling(lease)
         for g, slot in old.items():
             tree.pools[DEVICE][g].read_one(slot)
         fits = self.room.made(DEVICE, need)
-        self.follower.unseed(old, place)
+        if old:
+            self.follower.unread_slots(old, tree.node_at(lease.node, lease.rolling))
         return fits
 
-    def _rolling_node(self, lease: Lease) -> Node | None:
-        """Where the checkpoint stands that the next one replaces, if it is still there."""
-        if not lease.rolling or lease.rolling > lease.depth:
-            return None
-        at: Node | None = lease.node
-        while at is not None and at.start >= lease.rolling:
-            at = at.parent
-        return at if at is not None and at.start + at.n == lease.rolling else None
+    def _rolling(self, lease: Lease) -> dict[int, int]:
+        """By group: the checkpoint that the next one replaces, if it is still there."""
+        depth = lease.rolling
+        if not depth or depth > lease.depth:
+            return {}
+        pages = self.tree.node_at(lease.node, depth).device.pages
+        return {g: pages[g][depth] for g in self.tree.slots if depth in (pages[g] or ())}
 
     def land(self, snapshot: Snapshot) -> None:
         """The step is done: its checkpoint is real, if the pages below it were published."""
@@ -110,21 +107,19 @@ class Snapshots:
             self._skip_cut(lease, snapshot.page)
             return
         page, node = snapshot.page, lease.node
-        old = self._rolling_node(lease) if snapshot.rolling and lease.rolling != page else None
-        if node.start + node.n != page:
-            node = tree.node_ending(node, page)
-        kept = [g for g, slot in snapshot.slots.items() if put_slot(tree, node, DEVICE, g, slot)]
+        if node.start >= page:
+            node = tree.node_at(node, page)
+        kept = [g for g, slot in snapshot.slots.items() if tree.put_slot(node, DEVICE, g, page, slot)]
         if tree.has_host or tree.told in kept:
-            self.publisher.snapshot_is_real(lease, node, kept, snapshot.rolling)
+            self.publisher.snapshot_is_real(lease, node, page, kept, snapshot.rolling)
         if lease.cuts:
             self._skip_cut(lease, page)
         if snapshot.rolling:
+            if lease.rolling and lease.rolling != page:
+                for g, slot in self._rolling(lease).items():
+                    if not tree.pools[DEVICE][g].read_by(slot):
+                        tree.drop_slot(tree.node_at(lease.node, lease.rolling), DEVICE, g, lease.rolling)
             lease.rolling = page
-            if old is not None:
-                for g in tree.slots:
-                    slot = old.device.pages[g]
-                    if slot and not tree.pools[DEVICE][g].read_by(slot):
-                        tree.drop_slot(old, DEVICE, g)
 
     def pass_cuts(self, lease: Lease, upto: int, flights: dict[int, Flight]) -> None:
         """A chunk goes on beyond a cut: unless a checkpoint there is under way, there will be none."""
@@ -168,7 +163,7 @@ class Snapshots:
         for g, slot in list(lease.working.items()):
             tree.pools[DEVICE][g].move_one(slot, LEASE, FLIGHT)
             del lease.working[g]
-            if put_slot(tree, node, DEVICE, g, slot):
+            if tree.put_slot(node, DEVICE, g, page, slot):
                 kept.append(g)
         self.counts["states_published"] += 1
-        self.publisher.snapshot_is_real(lease, node, kept, False)
+        self.publisher.snapshot_is_real(lease, node, page, kept, False)

@@ -104,8 +104,8 @@ class Stays:
             ids = np.concatenate(parts) if parts else np.zeros(0, np.int32)
             found[g] = ids[ids != 0]
         for g in tree.slots:
-            there = [tree.copy_in(node, HOST).pages[g] for node in path.nodes if node.end == boundary]
-            found[g] = np.array([slot for slot in there if slot], np.int32)
+            slot = (tree.copy_in(path.holding(boundary), HOST).pages[g] or {}).get(boundary)
+            found[g] = np.array([slot] if slot else [], np.int32)
         return {g: ids for g, ids in found.items() if len(ids)}
 
     def _room(self, pages: dict[int, Ids]) -> int:

@@ -250,6 +250,7 @@ class Steps:
         held = self.flights[max(self.flights)] if self.flights else None
         if lease.detached:
             self.fall_back(lease, 0, held)
+            self.follower.unseed(lease)
             self.follower.reseed(lease, 0)
             lease.start = lease.boundary = 0
             return 0
@@ -311,7 +312,7 @@ class Steps:
             for g, slot in lease.working.items():
                 tree.pools[DEVICE][g].release_one(slot, owner)
         if lease.seed:
-            self.follower.unseed(lease.seed, None if lease.detached else lease.seed_node)
+            self.follower.unseed(lease)
         if lease.source is not None:
             lease.source.let_go(tree)
         for g in tree.paged if lease.detached else tree.loose:

@@ -310,8 +310,9 @@ class Stored:
                     continue
                 pieces = found.setdefault(g, [])
                 if g in tree.slots:
-                    if high == at.n:
-                        pieces.append((at.end - 1, pages.to_bytes(4, "little")))
+                    begin, end = at.start + low, at.start + high
+                    inside = sorted([depth for depth in pages if begin < depth <= end])
+                    pieces += [(depth - 1, pages[depth].to_bytes(4, "little")) for depth in inside]
                     continue
                 ids = as_ids(pages[4 * low : 4 * high])
                 begin = at.start + low

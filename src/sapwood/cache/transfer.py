@@ -180,8 +180,8 @@ class Ledger:
         kept = []
         for low, high in where:
             for column in range(low, high):
-                at = self.tree.node_ending(transfer.node, column + 1)
-                if put_slot(self.tree, at, transfer.tier, g, int(targets[column - transfer.first])):
+                at = self.tree.node_at(transfer.node, column + 1)
+                if self.tree.put_slot(at, transfer.tier, g, column + 1, int(targets[column - transfer.first])):
                     kept.append((column, column + 1))
         return kept
 
@@ -197,17 +197,3 @@ class Ledger:
                 first = low
             last = high
         tell_stored(self.tree, node, tier, first, last)
-
-
-def put_slot(tree: Tree, node: Node, tier: int, g: int, slot: int) -> bool:
-    """A snapshot in flight becomes the tree's at the end of `node`; it is freed if there is one already."""
-    pool = tree.pools[tier][g]
-    copy: Copy = node.host if tier else node.device  # type: ignore[assignment]
-    if copy.pages[g]:
-        pool.release_one(slot, FLIGHT)
-        return False
-    pool.move_one(slot, FLIGHT, TREE)
-    pool.idle += 1
-    copy.pages[g] = slot
-    tree.queues[g, tier].add(node, copy)
-    return True

@@ -20,7 +20,7 @@ from .loose import LooseQueue
 from .namespace import Namespace
 from .node import Copy, Node, Root
 from .path import Path, agree
-from .pool import TREE, Ids, PagePool
+from .pool import FLIGHT, TREE, Ids, PagePool
 
 _IN_SHELF = 1
 
@@ -57,7 +57,7 @@ class Tree:
         self.paged = self.closed + self.loose
         self.patient = [i for i in self.closed if not fams[i].reads_promised]
         self.slots = [i for i, f in enumerate(fams) if f.shape == "slot"]
-        self._no_pages: list[Any] = [b"" if f.closed else 0 if f.shape == "slot" else None for f in fams]
+        self._no_pages: list[Any] = [b"" if f.closed else None for f in fams]
         self.has_host = any(g.host_pages for g in groups)
         self.tiers = (DEVICE, HOST) if self.has_host else (DEVICE,)
         self.pools = [
@@ -187,6 +187,8 @@ class Tree:
             self._split_copy(upper, node, k, t)
         self.nodes += 1
         self.version += 1
+        if not self.closed and self._bare(node):
+            self.prune(node)  # tokens behind the last snapshot, of which nothing is left
         return upper
 
     def _split_copy(self, upper: Node, lower: Node, k: int, tier: int) -> None:
@@ -206,8 +208,23 @@ class Tree:
                 top.pages[g] = pages[: 4 * k]
                 low.pages[g] = pages[4 * k :]
                 self.queues[g, tier].add(upper, top)
+        if low.seen:
+            self._split_slots(upper, top, low, tier)
         if top.count and not top.kids and not top.holds:
             self.shelve(upper, top, tier)
+
+    def _split_slots(self, upper: Node, top: Copy, low: Copy, tier: int) -> None:
+        seen, end = low.seen, upper.start + upper.n
+        assert seen is not None
+        top.seen = {depth: at for depth, at in seen.items() if depth <= end} or None
+        low.seen = {depth: at for depth, at in seen.items() if depth > end} or None
+        for g in self.slots:
+            slots = low.pages[g]
+            if slots:
+                top.pages[g] = {depth: slot for depth, slot in slots.items() if depth <= end} or None
+                low.pages[g] = {depth: slot for depth, slot in slots.items() if depth > end} or None
+                if top.pages[g]:
+                    self.queues[g, tier].add(upper, top)
 
     def attach(self, parent: Node, edge: bytes | bytearray, n: int) -> Node:
         """A new child of `parent`, with nothing in it yet."""
@@ -230,6 +247,13 @@ class Tree:
         if node.start + node.n > depth:
             return self.split(node, depth - node.start)
         assert node.start + node.n == depth
+        return node
+
+    @staticmethod
+    def node_at(node: Node, depth: int) -> Node:
+        """The ancestor (or `node` itself) that has the page which ends at `depth` of the path to `node`."""
+        while node.start >= depth:
+            node = node.parent  # type: ignore[assignment]
         return node
 
     def cover(self, node: Node, low: int, high: int) -> Cover:
@@ -524,8 +548,8 @@ class Tree:
                     self.drop_loose(node, t, g, range(keep, node.n))
                     copy.pages[g] = copy.pages[g][: 4 * keep] if keep else None
             for g in self.slots:
-                if copy.pages[g]:
-                    self.drop_slot(node, t, g)
+                for depth in [depth for depth in copy.pages[g] or () if depth > node.start + keep]:
+                    self.drop_slot(node, t, g, depth)
                     self.count_evicted(node, t, g, 1)
             self._drop_closed(node, t, keep)
 
@@ -547,12 +571,34 @@ class Tree:
         self.version += 1
         return len(ids)
 
-    def drop_slot(self, node: Node, tier: int, g: int) -> None:
-        """Free a snapshot. Nobody may read it."""
+    def put_slot(self, node: Node, tier: int, g: int, depth: int, slot: int) -> bool:
+        """A snapshot in flight becomes the tree's, at `depth` in `node`; it is freed if there is one already."""
+        pool = self.pools[tier][g]
+        copy: Copy = node.host if tier else node.device  # type: ignore[assignment]
+        slots = copy.pages[g]
+        if slots is None:
+            slots = copy.pages[g] = {}
+        elif depth in slots:
+            pool.release_one(slot, FLIGHT)
+            return False
+        pool.move_one(slot, FLIGHT, TREE)
+        pool.idle += 1
+        slots[depth] = slot
+        if copy.seen is None:
+            copy.seen = {}
+        copy.seen[depth] = self.now
+        self.queues[g, tier].add(node, copy)
+        return True
+
+    def drop_slot(self, node: Node, tier: int, g: int, depth: int) -> None:
+        """Free the snapshot at `depth`. Nobody may read it."""
         copy = self.copy_in(node, tier)
-        slot, copy.pages[g] = copy.pages[g], 0
+        slot = copy.pages[g].pop(depth)
+        assert copy.seen is not None
+        if all(depth not in (copy.pages[other] or ()) for other in self.slots):
+            del copy.seen[depth]
         if self.announcing and g == self.told:
-            tell_removed(self, node, tier, range(node.n - 1, node.n))
+            tell_removed(self, node, tier, range(depth - node.start - 1, depth - node.start))
         self.pools[tier][g].release_one(slot, TREE)
         self.pools[tier][g].idle -= 1
         self.version += 1

@@ -40,7 +40,7 @@ def unhook(tree: Tree, root: Root, silently: bool) -> None:
             for g in range(len(tree.groups)):
                 held = copy.pages[g]
                 if held:
-                    ids = np.array([held], np.int32) if g in tree.slots else as_ids(held)
+                    ids = np.array([*held.values()], np.int32) if g in tree.slots else as_ids(held)
                     pages.setdefault((t, g), []).append(ids[ids != 0])
     root.hooked = False
     root.makers.clear()
@@ -71,7 +71,7 @@ def _announced(tree: Tree, node: Node, tier: int) -> Ids:
     copy = tree.copy_in(node, tier)
     g = tree.told
     if g in tree.slots:
-        columns = np.array([node.n - 1] if copy.pages[g] else [], np.int32)
+        columns = np.array(sorted([depth - node.start - 1 for depth in copy.pages[g] or ()]), np.int32)
     elif g in tree.closed:
         columns = np.arange(copy.count, dtype=np.int32)
     else:
