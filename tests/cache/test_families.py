@@ -591,8 +591,9 @@ def holdings(engine: Engine, tokens) -> tuple[int, dict[str, np.ndarray]]:
         for g, group in enumerate(engine.cache.groups):
             for copy in filter(None, (node.device, node.host)):
                 if group.name in engine.double.slots:
-                    if copy.pages[g] and node.end <= same:
-                        held[group.name][node.end - 1] = True
+                    for end in copy.pages[g] or ():
+                        if end <= same:
+                            held[group.name][end - 1] = True
                 else:
                     there = np.frombuffer(bytes(copy.pages[g] or b""), np.int32) != 0
                     for column in (there.nonzero()[0] + node.start).tolist():

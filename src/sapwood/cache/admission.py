@@ -13,8 +13,9 @@ from .load import Loads
 from .node import Node
 from .path import Path
 from .pool import FLIGHT, FREE, LEASE, UNHOOKED, Ids
+from .readers import idle_in, read
 from .room import Room
-from .runs import HOLE, present
+from .runs import HOLE
 from .transfer import Operation, Transfer
 from .tree import Tree
 
@@ -107,8 +108,7 @@ class Desk:
         for g in tree.loose:
             if need[g] <= tree.pools[DEVICE][g].free and match.sibling is None:
                 continue  # it is there without eviction
-            ids = present(wish.tables[g])
-            less[g] = int(np.count_nonzero(tree.pools[DEVICE][g].readers[ids] == 0))
+            less[g] = idle_in(tree, match.path.nodes[-1], DEVICE, g, wish.spans[g]) if wish.spans[g] else 0
         for g in tree.slots:
             less[g] = int(g in wish.seeds and tree.pools[DEVICE][g].readers[wish.seeds[g]] == 0)
         return less
@@ -287,12 +287,8 @@ class Desk:
             table = lease.tables[g] = bytearray(4 * low)
             table += raw
             lease.low[g], lease.upto[g] = low, end
-            if raw:
-                pools[g].read_raw(raw)
-                for at in reversed(nodes):
-                    if at.start + at.n <= low:
-                        break
-                    at.device.used = tree.now
+            if low < end:
+                read(tree, lease.node, DEVICE, g, low, end)
             if columns > end:
                 table += pools[g].take(columns - end, LEASE)
         if seat is not None:
@@ -380,7 +376,7 @@ class Desk:
                 tree.pools[DEVICE][g].read_one(slot)
                 lease.seed[g] = slot
         for g in tree.loose:
-            self._read_loose(lease, g, wish, nodes)
+            self._read_loose(lease, g, wish)
         note_promises(tree, lease)
         if match.cuts:
             self._will_snapshot(lease, match)
@@ -413,18 +409,14 @@ class Desk:
         lease.start = start if start < match.length else match.length - 1
         return lease, nodes
 
-    def _read_loose(self, lease: Lease, g: int, wish: Wish, nodes: list[Node]) -> None:
+    def _read_loose(self, lease: Lease, g: int, wish: Wish) -> None:
         tree = self.tree
         spans, table = wish.spans[g], wish.tables[g]
         lease.tables[g] = table
         lease.upto[g] = len(table) // 4
         lease.low[g] = spans[0][0] if spans else lease.upto[g]
-        if spans:
-            tree.pools[DEVICE][g].read(present(table[4 * spans[0][0] :]))
-            for at in reversed(nodes):
-                if at.start + at.n <= spans[0][0]:
-                    break
-                at.device.used = tree.now
+        for low, high in lease.reading(g):
+            read(tree, lease.node, DEVICE, g, low, high)
 
     def seat(self, lease: Lease) -> None:
         """All pages of the path are on the device: the lease's tables follow it."""
@@ -467,6 +459,8 @@ class Desk:
         # The anchor's own split may have cut the sibling's node; its lower half kept the identity.
         ((node, at, _),) = tree.cover(sibling.node, sibling.column, sibling.column + 1)
         pages = {(DEVICE, g): bytes(node.device.pages[g][4 * at : 4 * at + 4]) for g in tree.paged}
-        lease.source = hold(tree, sibling.node, (DEVICE,), (sibling.column, sibling.column + 1), pages)
+        where = (sibling.column, sibling.column + 1)
+        spans = {(DEVICE, g): [where] for g in tree.loose}
+        lease.source = hold(tree, sibling.node, (DEVICE,), where, pages, spans)
         lease.copied = sibling.tokens
         lease.start += sibling.tokens

@@ -13,6 +13,7 @@ from .lease import Holder, Lease
 from .load import Loads
 from .node import Node, Root
 from .pool import FLIGHT, FREE, LEASE, TREE, UNHOOKED, Ids
+from .runs import Ranges
 from .stays import Stays
 from .steps import Steps
 from .stored import Stored
@@ -39,6 +40,7 @@ class _Check:
         self.leases = leases
         self.owner = [[np.zeros(p.capacity + 1, np.uint8) for p in row] for row in tree.pools]
         self.readers = [[np.zeros(p.capacity + 1, np.int32) for p in row] for row in tree.pools]
+        self.columns: dict[tuple[int, int, Node], npt.NDArray[np.int32]] = {}  # readers by (tier, group, node)
         self.pins: list[Counter[Node]] = [Counter() for _ in tree.tiers]
         self.below: list[Node] = []
 
@@ -67,6 +69,7 @@ class _Check:
                 self._own(HOST, g, targets[targets != 0], FLIGHT, f"fetch {fetch.op}")
         for op, holder in self.stored.backups.items():
             assert holder in holder.root.holders, f"backup {op} holds nothing"
+        self._readers()
         self._staying()
         self._pools()
         self._holds()
@@ -161,8 +164,10 @@ class _Check:
         for g in tree.paged:
             self._own(DEVICE, g, lease.private(g), owner, name)
             columns, ids = lease.adopted(g)
-            if g in tree.loose or lease.detached:
+            if lease.detached:
                 np.add.at(self.readers[DEVICE][g], ids, 1)
+            elif g in tree.loose:
+                self._reads(lease.node, DEVICE, g, lease.reading(g))
             if not lease.detached:
                 self._follows(lease, g, columns, ids)
         if lease.detached:
@@ -187,11 +192,45 @@ class _Check:
 
     def _holder(self, holder: Holder) -> None:
         for (tier, g), ids in holder.pages.items():
-            if g not in self.tree.closed or holder.detached:
+            if g in self.tree.slots or holder.detached:
                 np.add.at(self.readers[tier][g], as_ids(ids), 1)
         if not holder.detached:
+            for (tier, g), where in holder.spans.items():
+                self._reads(holder.node, tier, g, where)
             for tier in holder.tiers:
                 self.pins[tier][holder.node] += 1
+
+    def _reads(self, node: Node, tier: int, g: int, where: Ranges) -> None:
+        for low, high in where:
+            for at, first, last in self.tree.cover(node, low, high):
+                self.columns.setdefault((tier, g, at), np.zeros(at.n, np.int32))[first:last] += 1
+
+    def _readers(self) -> None:
+        """Readers by column are what the nodes say; and which pages of groups that are not closed nobody reads."""
+        tree = self.tree
+        for t in tree.tiers:
+            for g in tree.loose:
+                idle = 0
+                for node in self.below:
+                    copy = tree.copy_in(node, t)
+                    seen = self.columns.get((t, g, node), np.zeros(node.n, np.int32))
+                    kept = np.frombuffer(bytes(copy.reads[g] or bytes(node.n)), np.uint8).astype(np.int32)
+                    for (group, column), more in (copy.crowds or {}).items():
+                        if group == g:
+                            kept[column - node.start] += more
+                    name = tree.groups[g].name
+                    assert len(kept) == node.n and (kept == seen).all(), (
+                        f"{self._at(node)}: {name} on {TIERS[t]} is read {seen.tolist()}, counted is {kept.tolist()}"
+                    )
+                    ids = as_ids(copy.pages[g] or b"")
+                    unread = (ids != 0) & (kept[: len(ids)] == 0)
+                    idle += int(np.count_nonzero(unread))
+                    queue = tree.queues[g, t]
+                    assert not unread.any() or copy.queued & (queue.bits[0] | queue.bits[1]), (
+                        f"{self._at(node)}: has idle pages of {name} on {TIERS[t]}, is in no queue"
+                    )
+                pool = tree.pools[t][g]
+                assert idle == pool.idle, f"{pool.name}: {idle} pages are idle, {pool.idle} are counted"
 
     def _staying(self) -> None:
         held: list[set[int]] = [set() for _ in self.tree.groups]
@@ -269,7 +308,7 @@ class _Check:
                 free = pool.free_ids()
                 assert len(np.unique(free)) == len(free) == pool.free == counts[FREE], f"{pool.name}: free list"
                 assert not len(free) or not kept[free].any(), f"{pool.name}: a page in the free list is owned"
-                if pool.by_page:
+                if g in self.tree.slots:
                     idle = int(np.count_nonzero((kept == TREE) & (readers == 0)))
                     assert idle == pool.idle, f"{pool.name}: {idle} pages are idle, {pool.idle} are counted"
 
@@ -307,8 +346,9 @@ class _Check:
                 for which in (0, 1):
                     inside = bool(copy.queued & queue.bits[which])
                     assert standing[which][node] == inside, f"{self._at(node)}: queue {which} of group {g}"
-                pages = copy.pages[g]
-                ids = np.array([*(pages or {}).values()], np.int32) if g in tree.slots else as_ids(pages or b"")
+                if g in tree.loose:
+                    continue
+                ids = np.array([*(copy.pages[g] or {}).values()], np.int32)
                 if ((ids != 0) & (readers[ids] == 0)).any():
                     assert copy.queued & (queue.bits[0] | queue.bits[1]), (
                         f"{self._at(node)}: has idle pages of {tree.groups[g].name} on {TIERS[t]}, is in no queue"

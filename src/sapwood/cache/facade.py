@@ -550,9 +550,14 @@ class HybridPrefixCache:
         for g in tree.paged:
             if len(lease.private(g)):
                 return True
-            if lease.detached or g in tree.loose:
+            if lease.detached:
                 if 1 in tree.pools[DEVICE][g].readers[lease.adopted(g)[1]]:
                     return True
+            elif g in tree.loose:
+                for low, high in lease.reading(g):
+                    for at, first, last in tree.cover(lease.node, low, high):
+                        if 1 in (at.device.reads[g] or b"")[first:last]:
+                            return True
         return False
 
     def page_hashes(self, namespace: Namespace, tokens: Tokens) -> list[bytes]:

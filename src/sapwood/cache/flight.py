@@ -10,7 +10,8 @@ from .group import DEVICE
 from .lease import Holder, Lease
 from .node import Node
 from .pool import FLIGHT, TREE, Ids
-from .runs import Ranges
+from .readers import unread_columns
+from .runs import Ranges, runs
 from .tree import Tree, as_ids
 
 
@@ -136,8 +137,9 @@ def withdraw(tree: Tree, promise: Promise, freed: list[tuple[int, Ids]]) -> None
                 same = view == ids
                 view[same] = 0
                 taken.append(ids[same])
+                for first, last in runs(same.nonzero()[0].astype(np.int32)):
+                    pool.idle -= unread_columns(node.device, fill.g, low + first, low + last)
         ids = np.concatenate(taken) if taken else np.zeros(0, np.int32)
-        pool.idle -= int(np.count_nonzero(pool.readers[ids] == 0))
         pool.move(ids, TREE, FLIGHT)
         freed.append((fill.g, ids))
     if promise.first < promise.last and tree.closed:

@@ -14,10 +14,12 @@ from .match import Matcher
 from .node import Node
 from .path import Path
 from .pool import FLIGHT, LEASE
-from .runs import HOLE, present
+from .readers import read, unread
+from .runs import HOLE, present, runs
 from .tree import Tree
 
 _id = Struct("<i").unpack_from
+_CROWD = 255
 
 
 class Follower:
@@ -69,9 +71,7 @@ class Follower:
     def _slide_to(self, g: int, leases: Sequence[Lease], ends: list[int]) -> tuple[list[int], list[int]]:
         who: list[int] = []
         columns: list[int] = []
-        single: list[Lease] = []  # those that give up one page of the tree, which page, and its column
-        pages: list[int] = []
-        at: list[int] = []
+        queue, idle = self.tree.queues[g, DEVICE], 0
         for i, lease in enumerate(leases):
             low, end = lease.low[g], ends[i]
             if low >= end:
@@ -82,11 +82,25 @@ class Follower:
                 columns.append(low)
                 table, place = lease.tables[g], 4 * low
                 page = _id(table, place)[0]
-                if page:
-                    table[place : place + 4] = HOLE
-                    single.append(lease)
-                    pages.append(page)
-                    at.append(low)
+                if not page:
+                    continue
+                table[place : place + 4] = HOLE
+                if lease.detached:
+                    self.tree.pools[DEVICE][g].unread_one(page)
+                    continue
+                node = lease.node
+                while node.start > low:
+                    node = node.parent  # type: ignore[assignment]
+                reads = node.device.reads[g]
+                count = reads[low - node.start]  # type: ignore[index]
+                if count == 1:
+                    reads[low - node.start] = 0  # type: ignore[index]
+                    idle += 1
+                    queue.add(node, node.device)
+                elif 1 < count < _CROWD:
+                    reads[low - node.start] = count - 1  # type: ignore[index]
+                else:
+                    unread(self.tree, node, DEVICE, g, low, end)
             else:
                 who += [i] * (end - low)
                 columns += range(low, end)
@@ -94,17 +108,8 @@ class Follower:
                     self._give_up(lease, g, low, end)
                 else:
                     self._give_up_run(lease, g, low, end)
-        if pages:
-            queue = self.tree.queues[g, DEVICE]
-            standing = queue.bits[0]
-            for i in self.tree.pools[DEVICE][g].unread_each(pages):
-                if single[i].detached:
-                    continue
-                node = single[i].node
-                while node.start > at[i]:
-                    node = node.parent  # type: ignore[assignment]
-                if not node.device.queued & standing:
-                    queue.add(node, node.device)
+        if idle:
+            self.tree.pools[DEVICE][g].idle += idle
         return who, columns
 
     def _give_up(self, lease: Lease, g: int, low: int, high: int) -> None:
@@ -112,6 +117,9 @@ class Follower:
         pool = tree.pools[DEVICE][g]
         table = np.frombuffer(lease.tables[g], np.int32)
         split = min(max(lease.upto[g], low), high)
+        if not lease.detached:
+            for first, last in runs(table[low:split].nonzero()[0].astype(np.int32)):
+                unread(tree, lease.node, DEVICE, g, low + first, low + last)
         mine = [lease.own.pop((g, c)) for c in range(low, split) if (g, c) in lease.own] if lease.own else []
         shared, private = table[low:split].copy(), table[split:high].copy()
         table[low:high] = 0
@@ -119,10 +127,8 @@ class Follower:
         if mine:
             shared = shared[~np.isin(shared, mine)]
             private = np.append(private, np.array(mine, np.int32))
-        shared = shared[shared != 0]
-        if len(shared):
-            if pool.unread(shared) and not lease.detached:
-                tree.requeue(lease.node, DEVICE, g, low, split)
+        if lease.detached:
+            pool.unread(shared[shared != 0])
         pool.release(private[private != 0], LEASE)
 
     def _give_up_one(self, lease: Lease, g: int, column: int) -> None:
@@ -131,11 +137,10 @@ class Follower:
         table = lease.tables[g]
         page = int.from_bytes(table[4 * column : 4 * column + 4], "little")
         table[4 * column : 4 * column + 4] = HOLE
-        if page and tree.pools[DEVICE][g].unread_one(page) and not lease.detached:
-            node = lease.node
-            while node.start > column:
-                node = node.parent  # type: ignore[assignment]
-            tree.queues[g, DEVICE].add(node, node.device)
+        if page and lease.detached:
+            tree.pools[DEVICE][g].unread_one(page)
+        elif page:
+            unread(tree, lease.node, DEVICE, g, column, column + 1)
 
     def _give_up_run(self, lease: Lease, g: int, low: int, high: int) -> None:
         """`_give_up` for a lease without duplicates."""
@@ -145,8 +150,13 @@ class Follower:
         split = 4 * min(max(lease.upto[g], low), high)
         shared, private = table[4 * low : split], table[split : 4 * high]
         table[4 * low : 4 * high] = bytes(len(shared) + len(private))
-        if shared and pool.unread(present(shared)) and not lease.detached:
-            tree.requeue(lease.node, DEVICE, g, low, split // 4)
+        if shared and lease.detached:
+            pool.unread(present(shared))
+        elif shared and HOLE not in shared:
+            unread(tree, lease.node, DEVICE, g, low, split // 4)
+        elif shared:
+            for first, last in runs(np.frombuffer(bytes(shared), np.int32).nonzero()[0].astype(np.int32)):
+                unread(tree, lease.node, DEVICE, g, low + first, low + last)
         if private:
             pool.release(present(private), LEASE)
 
@@ -155,8 +165,8 @@ class Follower:
         `depth`. Its private pages are given back, after `held` if that still runs: nothing in them is needed."""
         tree = self.tree
         if held is not None:
-            reading = {(DEVICE, g): lease.adopted(g)[1].tobytes() for g in tree.loose}
-            held.holders.append(hold(tree, lease.node, (DEVICE,), (0, lease.depth), reading))
+            reading = {(DEVICE, g): lease.reading(g) for g in tree.loose}
+            held.holders.append(hold(tree, lease.node, (DEVICE,), (0, lease.depth), {}, reading))
         node = lease.root.top
         if depth:
             last = next(n for n in reversed(path.nodes) if n.start < depth)
@@ -189,20 +199,19 @@ class Follower:
 
     def _reread(self, lease: Lease, node: Node, g: int, boundary: int, length: int) -> None:
         tree = self.tree
-        pool = tree.pools[DEVICE][g]
-        columns, before = lease.adopted(g)
+        before = lease.reading(g)
         spans = tree.families[g].columns(boundary, length)
         table = np.zeros(boundary, np.int32)
         for low, high in spans:
             for at, first, last in tree.cover(node, low, high):
                 there = np.frombuffer(bytes(at.device.pages[g]), np.int32)[first:last]
                 table[at.start + first : at.start + last] = there
-                at.device.used = tree.now
-        pool.read(table[table != 0])
-        if len(before) and pool.unread(before):
-            tree.requeue(lease.node, DEVICE, g, int(columns[0]), int(columns[-1]) + 1)
         lease.tables[g] = bytearray(table.tobytes())
         lease.upto[g] = boundary
+        for low, high in lease.reading(g):
+            read(tree, node, DEVICE, g, low, high)
+        for low, high in before:
+            unread(tree, lease.node, DEVICE, g, low, high)
         lease.low[g] = spans[0][0] if spans else boundary
 
     def reseed(self, lease: Lease, boundary: int) -> None:

@@ -20,7 +20,8 @@ from .group import DEVICE
 from .namespace import Namespace
 from .path import Path
 from .pool import Ids
-from .runs import HOLE, present
+from .readers import read, unread
+from .runs import HOLE, Ranges, present, runs
 
 if TYPE_CHECKING:
     from .node import Node, Root
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 _NOTHING: Mapping[int, list[tuple[int, int]]] = {}
 _ALONE: Mapping[Transfer, int] = {}
+_NO_SPANS: dict[tuple[int, int], Ranges] = {}
 
 
 class Binding:
@@ -202,7 +204,20 @@ class Lease:
         for g in tree.closed:
             ids = self.adopted(g)[1]
             tree.pools[DEVICE][g].read(ids)
+        for g, column in self.own:  # of the tree's page beside its own it reads nothing
+            if g in tree.loose:
+                unread(tree, self.node, DEVICE, g, column, column + 1)
         self.detached = True
+
+    def reading(self, g: int) -> Ranges:
+        """The columns of a group that is not closed where this lease is a reader: wherever its table has a page that
+        it has handed to the tree or taken from there, or a duplicate of that."""
+        raw = self.tables[g][: 4 * self.upto[g]]
+        end = len(raw) // 4
+        low = end + -len(raw.lstrip(HOLE)) // 4
+        if HOLE not in raw[4 * low :]:  # as most windows are: holes, then none
+            return [(low, end)] if low < end else []
+        return runs(np.frombuffer(raw, np.int32).nonzero()[0].astype(np.int32))
 
     def adopted(self, g: int) -> tuple[Ids, Ids]:
         """Columns and ids of the tree's pages in this lease's table."""
@@ -232,9 +247,9 @@ class Lease:
 
 class Holder:
     """A pin that is not a lease: on a path in some tiers, and on pages of its columns [low, high), until let go.
-    Made by `hold`, or right here for pages (not of closed groups) that somebody reads already and hands over."""
+    Made by `hold`, or right here for snapshots that somebody reads already and hands over."""
 
-    __slots__ = ("columns", "detached", "node", "pages", "root", "tiers")
+    __slots__ = ("columns", "detached", "node", "pages", "root", "spans", "tiers")
 
     def __init__(
         self,
@@ -243,12 +258,14 @@ class Holder:
         tiers: tuple[int, ...],
         columns: tuple[int, int],
         pages: dict[tuple[int, int], bytes],
+        spans: dict[tuple[int, int], Ranges] = _NO_SPANS,
     ) -> None:
         self.root = node.root
         self.node = node
         self.tiers = tiers
         self.columns = columns
         self.pages = pages  # (tier, group) -> ids, as bytes
+        self.spans = spans  # (tier, group that is not closed) -> where they stand
         self.detached = False
         for tier in tiers:
             tree.pin(node, tier)
@@ -258,17 +275,24 @@ class Holder:
         for (tier, g), ids in self.pages.items():
             if g in tree.closed:
                 tree.pools[tier][g].read_raw(ids)
+        for (tier, g), where in self.spans.items():  # those that are there: some may have been withdrawn
+            self.pages[tier, g] = _pages_in(tree, self.node, tier, g, where)
         self.detached = True
 
     def let_go(self, tree: Tree) -> None:
         del self.root.holders[self]
-        closed = () if self.detached else tree.closed
-        for (tier, g), ids in self.pages.items():
-            if g not in closed and tree.pools[tier][g].unread_raw(ids) and not self.detached:
-                tree.requeue(self.node, tier, g, *self.columns)
         if self.detached:
+            for (tier, g), ids in self.pages.items():
+                tree.pools[tier][g].unread_raw(ids)
             tree.forget_if_empty(self.root)
             return
+        for (tier, g), where in self.spans.items():
+            for low, high in where:
+                unread(tree, self.node, tier, g, low, high)
+        if tree.slots:
+            for (tier, g), ids in self.pages.items():
+                if g in tree.slots and tree.pools[tier][g].unread_raw(ids):
+                    tree.requeue(self.node, tier, g, *self.columns)
         for tier in self.tiers:
             tree.unpin(self.node, tier)
         if not self.root.bound:
@@ -276,11 +300,31 @@ class Holder:
 
 
 def hold(
-    tree: Tree, node: Node, tiers: tuple[int, ...], columns: tuple[int, int], pages: dict[tuple[int, int], bytes]
+    tree: Tree,
+    node: Node,
+    tiers: tuple[int, ...],
+    columns: tuple[int, int],
+    pages: dict[tuple[int, int], bytes],
+    spans: dict[tuple[int, int], Ranges],
 ) -> Holder:
-    """Pin the path to `node`, and read `pages`, which lie in its columns [low, high)."""
-    closed = tree.closed
-    for (tier, g), ids in pages.items():
-        if g not in closed:
-            tree.pools[tier][g].read_raw(ids)
-    return Holder(tree, node, tiers, columns, pages)
+    """Pin the path to `node`, and read `pages`, which lie in its columns [low, high); those of groups that are not
+    closed at `spans`."""
+    for (tier, g), where in spans.items():
+        for low, high in where:
+            read(tree, node, tier, g, low, high)
+    if tree.slots:
+        for (tier, g), ids in pages.items():
+            if g in tree.slots:
+                tree.pools[tier][g].read_raw(ids)
+    return Holder(tree, node, tiers, columns, pages, spans)
+
+
+def _pages_in(tree: Tree, node: Node, tier: int, g: int, where: Ranges) -> bytes:
+    """The pages of a group that is not closed in these columns of the path to `node`."""
+    parts = [
+        present(pages[4 * first : 4 * last]).tobytes()
+        for low, high in where
+        for at, first, last in tree.cover(node, low, high)
+        if (pages := tree.copy_in(at, tier).pages[g])
+    ]
+    return b"".join(parts)

@@ -11,6 +11,7 @@ from .group import DEVICE, HOST
 from .lease import Lease, hold
 from .node import Node
 from .pool import FLIGHT, UNHOOKED, Ids
+from .readers import read
 from .runs import Ranges, pages_in, runs, spread
 from .transfer import Ledger, Operation, Parts, Transfer
 from .tree import Tree, as_ids
@@ -49,9 +50,10 @@ class Loads:
         if not wanted:
             return None
         held = {(HOST, g): ids.tobytes() for g, (_, ids) in wanted.items()}
-        holder = hold(tree, node, (DEVICE, HOST), (first, last), held)
         parts: Parts = {}
         where = {g: runs(columns) for g, (columns, _) in wanted.items()}
+        spans = {(HOST, g): where[g] for g in tree.loose if g in where}
+        holder = hold(tree, node, (DEVICE, HOST), (first, last), held, spans)
         for g, (_, ids) in wanted.items():
             targets = tree.pools[DEVICE][g].take(len(ids), FLIGHT)
             wide = spread(where[g], ids.tobytes(), first, last), spread(where[g], targets, first, last)
@@ -225,7 +227,9 @@ class Loads:
                 mine = table[node.start + first : node.start + last]
                 new = (mine == 0) & (there != 0)
                 mine[new] = there[new]
-                pool.read(there[new])
+                del there
+                for a, b in runs(new.nonzero()[0].astype(np.int32)):
+                    read(tree, node, DEVICE, g, node.start + first + a, node.start + first + b)
 
     def _give_privately(self, transfer: Transfer, waiters: list[Lease]) -> None:
         """Its namespace was unhooked meanwhile: what came goes to those who waited, and to nobody else. Who joined for

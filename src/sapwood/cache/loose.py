@@ -98,7 +98,10 @@ class LooseQueue:
     def _take(self, node: Node, copy: Copy, which: int, need: int) -> int:
         tree, g, tier = self.tree, self.g, self.tier
         pages = np.frombuffer(copy.pages[g], np.int32)
-        idle = (pages != 0) & (tree.pools[tier][g].readers[pages] == 0)
+        idle = pages != 0
+        reads = copy.reads[g]
+        if reads is not None:
+            idle &= np.frombuffer(bytes(reads), np.uint8) == 0
         guarded = None
         if which == 0 and self.treasures:
             guarded = self._guarded(node)

@@ -26,19 +26,22 @@ class Copy:
     count   closed pages here: on device all or none; on host the first `count` of the node
     pages   by group: closed: `count` int32 ids as bytes; not closed: n ids, 0 = hole, or None; slots: by the depth at
             which a snapshot stands, or None
+    reads   by group that is not closed: how many read each column, or None if nobody ever did (see readers.py)
     seen    by depth: when a snapshot that stands there was last used
     used    when somebody last used it (step counter); queued: bits of the eviction queues it stands in
     """
 
-    __slots__ = ("count", "holds", "kids", "pages", "queued", "seen", "used")
+    __slots__ = ("count", "crowds", "holds", "kids", "pages", "queued", "reads", "seen", "used")
 
-    def __init__(self, pages: list[Any], used: int) -> None:
+    def __init__(self, pages: list[Any], used: int, reads: list[bytearray | None]) -> None:
         self.holds = 0
         self.kids = 0
         self.count = 0
         self.pages = pages
         self.used = used
         self.queued = 0
+        self.reads = reads
+        self.crowds: dict[tuple[int, int], int] | None = None  # (group, column): readers beyond what `reads` can count
         self.seen: dict[int, int] | None = None
 
 

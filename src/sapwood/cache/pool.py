@@ -252,6 +252,13 @@ class PagePool:
             counts[page] += more
         return counts
 
+    def count_readers(self, readers: dict[int, int]) -> None:
+        """These pages, which nobody was counted to read, have so many readers."""
+        for page, count in readers.items():
+            self._reads[page] = count if count < _CROWD else _CROWD
+            if count > _CROWD:
+                self._crowds[page] = count - _CROWD
+
     def read_one(self, page: int) -> None:
         """`read` for a single page."""
         count = self._reads[page]

@@ -11,9 +11,10 @@ from .announce import hash_path, tell_page, tell_stored
 from .flight import Fill, Flight, Promise, is_real, mark
 from .group import DEVICE
 from .lease import Lease, Span
-from .node import Node
+from .node import Copy, Node
 from .path import agree
 from .pool import LEASE, TREE
+from .readers import read, unread_columns
 from .runs import HOLE, Run, joined, ranges, runs
 from .tree import Tree
 
@@ -136,8 +137,12 @@ class Publisher:
                     there[g] = mine  # it may have been bytes: what came from host rests
                     moved[g].append(one)
                     upto[g] = last
-                    if host and node.host.pages[g] is not None:  # type: ignore[union-attr]
-                        node.host.pages[g] += HOLE  # type: ignore[union-attr]
+                    reads = copy.reads[g]
+                    if reads is None:
+                        reads = copy.reads[g] = bytearray(node.n - 1)
+                    reads.append(1)
+                    if host:
+                        _longer(node.host, g, 1)  # type: ignore[arg-type]
                 if closed:
                     copy.count = node.n
             else:
@@ -154,11 +159,7 @@ class Publisher:
                 self.offer(lease, depth, last, node)
         for g in paged:
             if moved[g]:
-                ids = b"".join(moved[g])
-                if g in loose:
-                    tree.pools[DEVICE][g].share(ids)
-                else:
-                    tree.pools[DEVICE][g].hand(ids, LEASE, TREE)
+                tree.pools[DEVICE][g].hand(b"".join(moved[g]), LEASE, TREE)
         return fallen
 
     def became_real(self, lease: Lease, node: Node, first: int, last: int, fills: list[Fill]) -> None:
@@ -324,10 +325,9 @@ class Publisher:
         node.n += n
         node.crc = None
         for g in tree.loose:
-            for t in tree.tiers:
-                copy = tree.copy_in(node, t)
-                if copy.pages[g] is not None:
-                    copy.pages[g] += bytes(4 * n)
+            _longer(node.device, g, n)
+            if node.host is not None:
+                _longer(node.host, g, n)
 
     # ---- groups that are not closed
 
@@ -351,11 +351,19 @@ class Publisher:
                 if pages is None:
                     pages = copy.pages[g] = bytearray(4 * node.n)
                 pages[4 * first : 4 * last] = mine
+            reads = copy.reads[g]
+            if reads is None:
+                reads = copy.reads[g] = bytearray(node.n)
+            if any(reads[first:last]):
+                tree.pools[DEVICE][g].idle += reads.count(0, first, last)
+                read(tree, node, DEVICE, g, begin, node.start + last)
+            else:
+                reads[first:last] = b"\1" * (last - first)
             filled.append((begin, mine))
         lease.upto[g] = upto
         if filled:
             ids = joined(filled)
-            tree.pools[DEVICE][g].share(ids)
+            tree.pools[DEVICE][g].hand(ids, LEASE, TREE)
             fills.append(Fill(g, ranges(filled), ids))
 
     def _fill_holes(
@@ -369,10 +377,16 @@ class Publisher:
         view = np.frombuffer(node.device.pages[g], np.int32)[first:last]
         new = (view == 0) & (here != 0)
         view[new] = here[new]
+        del view
+        filled = runs(new.nonzero()[0].astype(np.int32))
+        for low, high in filled:
+            self.tree.pools[DEVICE][g].idle += unread_columns(node.device, g, first + low, first + high)
+        for low, high in runs(here.nonzero()[0].astype(np.int32)):
+            read(self.tree, node, DEVICE, g, begin + low, begin + high)
         for at in ((here != 0) & ~new).nonzero()[0].tolist():
             lease.own[g, begin + at] = int(here[at])
             duplicates.append((g, begin + at))
-        return [(begin + low, here[low:high].tobytes()) for low, high in runs(new.nonzero()[0].astype(np.int32))]
+        return [(begin + low, here[low:high].tobytes()) for low, high in filled]
 
     # ---- duplicates
 
@@ -391,9 +405,15 @@ class Publisher:
             if not theirs or not is_real(tree, node, g, column):
                 continue
             del lease.own[g, column]
-            pool = tree.pools[DEVICE][g]
-            if g in tree.loose:
-                pool.read(np.array([theirs], np.int32))
-            pool.release(np.array([page], np.int32), LEASE)
+            tree.pools[DEVICE][g].release_one(page, LEASE)
             lease.tables[g][4 * column : 4 * column + 4] = theirs.to_bytes(4, "little")
             self.replaced.append(Replaced(lease, tree.groups[g].name, column, theirs))
+
+
+def _longer(copy: Copy, g: int, n: int) -> None:
+    """A leaf gets `n` pages longer: what it has of a group that is not closed gets holes there."""
+    if copy.pages[g] is not None:
+        copy.pages[g] += bytes(4 * n)
+    reads = copy.reads[g]
+    if reads is not None:
+        reads += bytes(n)

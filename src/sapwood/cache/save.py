@@ -13,7 +13,8 @@ from .announce import tell_parts
 from .group import DEVICE, HOST
 from .lease import Holder, Span, hold
 from .node import Copy, Node
-from .pool import FLIGHT, TREE, Ids
+from .pool import FLIGHT, TREE
+from .readers import unread_columns
 from .room import Room
 from .runs import HOLE, Ranges, Run, joined, pages_in, ranges, runs, spread
 from .transfer import Ledger, Operation, Parts, Transfer
@@ -53,7 +54,9 @@ class Saves:
                 last = spots[-1][1]
         if not need:
             return None
-        holder = hold(tree, node, (DEVICE,), (first, last), sources)
+        holder = hold(
+            tree, node, (DEVICE,), (first, last), sources, {(DEVICE, g): where[g] for g in self.loose if g in where}
+        )
         if not self.room.has(HOST, need) and not self.make_room(node, (last,), need):
             holder.let_go(tree)
             self.ledger.counts["saves_skipped"] += 1
@@ -90,10 +93,7 @@ class Saves:
     def _keep(self, node: Node, boundaries: tuple[int, ...]) -> Holder:
         tree = self.tree
         kept: dict[tuple[int, int], bytes] = {}
-        for g in tree.loose:
-            ids = np.concatenate([self._window_on_host(node, g, at) for at in boundaries])
-            if len(ids):
-                kept[HOST, g] = (ids if len(boundaries) == 1 else np.unique(ids)).tobytes()
+        spans = {(HOST, g): [span for at in boundaries for span in self._on_host(node, g, at)] for g in tree.loose}
         for g in tree.slots:
             slots = [
                 slot.to_bytes(4, "little")
@@ -103,20 +103,18 @@ class Saves:
             ]
             if slots:
                 kept[HOST, g] = b"".join(slots)
-        return hold(tree, node, (HOST,), (0, max(boundaries)), kept)
+        return hold(tree, node, (HOST,), (0, max(boundaries)), kept, spans)
 
-    def _window_on_host(self, node: Node, g: int, boundary: int) -> Ids:
-        """What host has of the pages that a request beginning at `boundary` would read."""
+    def _on_host(self, node: Node, g: int, boundary: int) -> Ranges:
+        """Where host has pages of those that a request beginning at `boundary` would read."""
         tree = self.tree
-        found = [
-            as_ids(tree.copy_in(at, HOST).pages[g][4 * first : 4 * high])
+        return [
+            (at.start + first + a, at.start + first + b)
             for low, end in tree.families[g].pages_read(boundary * tree.page_size)
             for at, first, high in tree.cover(node, low, end)
-            if tree.copy_in(at, HOST).pages[g] is not None
+            if (pages := tree.copy_in(at, HOST).pages[g])
+            for a, b in runs(as_ids(pages[4 * first : 4 * high]).nonzero()[0].astype(np.int32))
         ]
-        ids = np.concatenate(found) if found else np.zeros(0, np.int32)
-        held: Ids = ids[ids != 0]
-        return held
 
     def _to_save(self, path: Cover) -> dict[int, list[Run]]:
         """By group: the device pages of `path` that host does not have, root side first."""
@@ -284,6 +282,7 @@ class Saves:
                     if pages[g] is None:
                         pages[g] = bytearray(4 * node.n)
                     pages[g][4 * first : 4 * high] = raw[begin:end]
+                    pools[g].idle += unread_columns(host, g, first, high)
                     queue.add(node, host)
             host.used = now
         for g in tree.slots:
@@ -294,7 +293,6 @@ class Saves:
             pools[g].hand(raw[-4 * n :], FLIGHT, TREE)
         for g, raw, _ in loose:
             pools[g].hand(raw[-4 * n :], FLIGHT, TREE)
-            pools[g].idle += n
         if tree.announcing and tree.told in raws:
             self._announce(transfer, path, start)
         return landed + n * (len(loose) + bool(closed))

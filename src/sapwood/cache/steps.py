@@ -14,6 +14,7 @@ from .group import DEVICE
 from .lease import Lease, Span, hold
 from .pool import FLIGHT, LEASE, UNHOOKED, Ids
 from .publish import Publisher, Replaced
+from .readers import unread
 from .runs import HOLE
 from .snapshots import Snapshots
 from .tree import Tree
@@ -184,19 +185,13 @@ class Steps:
         """The lease keeps its pages below `page`. What it lets go of stays in flight while a step may touch it."""
         tree = self.tree
         owner = FLIGHT if lease.ended else LEASE
-        freed: list[tuple[int, Ids]] = []
-        reading: dict[tuple[int, int], Ids] = {}
-        for g in tree.paged:
-            freed.append((g, self._private_from(lease, g, page)))
-            if lease.upto[g] > page and (lease.detached or g in tree.loose):
-                columns, ids = lease.adopted(g)
-                reading[DEVICE, g] = ids[columns >= page]
+        freed = [(g, self._private_from(lease, g, page)) for g in tree.paged]
         for g, ids in freed:
             tree.pools[DEVICE][g].move(ids, owner, FLIGHT)
         if lease.detached:
-            self._unread_detached(lease, reading, freed)
+            self._unread_detached(lease, page, freed)
         else:
-            self._move_anchor(lease, page, reading, held)
+            self._move_anchor(lease, page, held)
         for key in [key for key in lease.own if key[1] >= page]:
             del lease.own[key]
         for g in tree.paged:
@@ -213,23 +208,25 @@ class Steps:
         mine = [p for (group, column), p in lease.own.items() if group == g and column >= page]
         return np.concatenate([ids[ids != 0], np.array(mine, np.int32)])
 
-    def _unread_detached(self, lease: Lease, reading: dict[tuple[int, int], Ids], freed: list[tuple[int, Ids]]) -> None:
-        for (_, g), ids in reading.items():
+    def _unread_detached(self, lease: Lease, page: int, freed: list[tuple[int, Ids]]) -> None:
+        for g in self.tree.paged:
+            columns, ids = lease.adopted(g)
             pool = self.tree.pools[DEVICE][g]
-            last = pool.unread_unhooked(ids)
+            last = pool.unread_unhooked(ids[columns >= page])
             pool.move(last, UNHOOKED, FLIGHT)
             freed.append((g, last))
 
-    def _move_anchor(self, lease: Lease, page: int, reading: dict[tuple[int, int], Ids], held: Flight | None) -> None:
+    def _move_anchor(self, lease: Lease, page: int, held: Flight | None) -> None:
         tree = self.tree
         old = lease.node
-        low = max(page, 0)
+        reading = {
+            (DEVICE, g): [(max(low, page), high) for low, high in lease.reading(g) if high > page] for g in tree.loose
+        }
         if held is not None:
-            pages = {key: ids.tobytes() for key, ids in reading.items()}
-            held.holders.append(hold(tree, old, (DEVICE,), (low, lease.depth), pages))
-        for (_, g), ids in reading.items():
-            tree.pools[DEVICE][g].unread(ids)
-            tree.requeue(old, DEVICE, g, low, lease.depth)
+            held.holders.append(hold(tree, old, (DEVICE,), (page, lease.depth), {}, reading))
+        for (_, g), spans in reading.items():
+            for low, high in spans:
+                unread(tree, old, DEVICE, g, low, high)
         if lease.depth > page:
             node = tree.node_ending(old, page) if page else lease.root.top
             tree.pin(node, DEVICE)
@@ -315,10 +312,13 @@ class Steps:
             self.follower.unseed(lease)
         if lease.source is not None:
             lease.source.let_go(tree)
-        for g in tree.paged if lease.detached else tree.loose:
-            columns, ids = lease.adopted(g)
-            if len(ids) and tree.pools[DEVICE][g].unread(ids) and not lease.detached:
-                tree.requeue(lease.node, DEVICE, g, int(columns[0]), int(columns[-1]) + 1)
+        if lease.detached:
+            for g in tree.paged:
+                tree.pools[DEVICE][g].unread(lease.adopted(g)[1])
+        else:
+            for g in tree.loose:
+                for low, high in lease.reading(g):
+                    unread(tree, lease.node, DEVICE, g, low, high)
         del lease.root.holders[lease]
         if not lease.detached:
             tree.unpin(lease.node, DEVICE)

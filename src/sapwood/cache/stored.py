@@ -215,7 +215,7 @@ class Stored:
         """Pages up to `end` become the tree's, as those of a save do. Returns how many."""
         tree, ledger, first = self.tree, self.ledger, fetch.first
         node = self._grown(fetch.root, fetch.tokens[: end * tree.page_bytes], end)
-        holder = hold(tree, node, (HOST,), (first, end), {})
+        holder = hold(tree, node, (HOST,), (first, end), {}, {})
         where = {g: spans for g, all_of in fetch.ranges.items() if (spans := _within(all_of, first, end))}
         nothing = np.zeros(0, np.int32)
         parts = {g: (nothing, fetch.targets[g][: end - first]) for g in where}
@@ -276,7 +276,8 @@ class Stored:
         last = max([spans[-1][1] for spans in where.values()])
         held = {(HOST, g): joined(pieces) for g, pieces in found.items()}
         op = self.ledger.number()
-        self.backups[op] = hold(tree, anchor, (HOST,), (first, last), held)
+        spans = {(HOST, g): where[g] for g in tree.loose if g in where}
+        self.backups[op] = hold(tree, anchor, (HOST,), (first, last), held, spans)
         self.ledger.counts["backups"] += 1
         pages = {tree.groups[g].name: as_ids(spread(where[g], ids, first, last)) for (_, g), ids in held.items()}
         return [StoreOperation(op, node.root.namespace, first, self._hashes_on(anchor, first, last), pages)]

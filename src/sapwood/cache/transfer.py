@@ -15,6 +15,7 @@ from .lease import Holder, Lease
 from .namespace import Namespace
 from .node import Copy, Node
 from .pool import FLIGHT, TREE, Ids
+from .readers import unread_columns
 from .runs import Ranges, pages_in, runs
 from .tree import Cover, Tree
 
@@ -155,13 +156,16 @@ class Ledger:
                 a, b = at.start + low, at.start + high
                 if pages is None:
                     pages = copy.pages[g] = bytearray(4 * at.n)
+                here = [(a, b)]
                 if pages.count(0, 4 * low, 4 * high) == 4 * (high - low):
                     pages[4 * low : 4 * high] = ids[4 * (a - base) : 4 * (b - base)]
-                    kept.append((a, b))
                 else:
-                    kept += self._land_in_holes(transfer, g, at, low, high)
+                    here = self._land_in_holes(transfer, g, at, low, high)
+                for a, b in here:
+                    tree.pools[tier][g].idle += unread_columns(copy, g, a - at.start, b - at.start)
+                kept += here
                 queue.add(at, copy)
-        tree.pools[tier][g].idle += self.tree_owns(transfer, [g], kept)
+        self.tree_owns(transfer, [g], kept)
         return kept
 
     def _land_in_holes(self, transfer: Transfer, g: int, node: Node, low: int, high: int) -> Ranges:

@@ -58,6 +58,7 @@ class Tree:
         self.patient = [i for i in self.closed if not fams[i].reads_promised]
         self.slots = [i for i, f in enumerate(fams) if f.shape == "slot"]
         self._no_pages: list[Any] = [b"" if f.closed else None for f in fams]
+        self._no_reads: list[bytearray | None] = [None] * len(fams)
         self.has_host = any(g.host_pages for g in groups)
         self.tiers = (DEVICE, HOST) if self.has_host else (DEVICE,)
         self.pools = [
@@ -107,8 +108,14 @@ class Tree:
 
     def _node(self, root: Root, parent: Node | None, edge: bytes | bytearray, start: int, n: int) -> Node:
         self.seq += 1
-        host = Copy(self._no_pages.copy(), self.now) if self.has_host else None
-        return Node(root, parent, edge, start, n, self.seq, Copy(self._no_pages.copy(), self.now), host)
+        pages, reads, now = self._no_pages, self._no_reads, self.now
+        if not self.loose:  # nobody will ever count readers there
+            device = Copy(pages.copy(), now, reads)
+            host = Copy(pages.copy(), now, reads) if self.has_host else None
+        else:
+            device = Copy(pages.copy(), now, reads.copy())
+            host = Copy(pages.copy(), now, reads.copy()) if self.has_host else None
+        return Node(root, parent, edge, start, n, self.seq, device, host)
 
     @staticmethod
     def copy_in(node: Node, tier: int) -> Copy:
@@ -208,6 +215,13 @@ class Tree:
                 top.pages[g] = pages[: 4 * k]
                 low.pages[g] = pages[4 * k :]
                 self.queues[g, tier].add(upper, top)
+            reads = low.reads[g]
+            if reads is not None:
+                top.reads[g], low.reads[g] = reads[:k], reads[k:]
+        if low.crowds:
+            end = upper.start + k
+            top.crowds = {key: more for key, more in low.crowds.items() if key[1] < end}
+            low.crowds = {key: more for key, more in low.crowds.items() if key[1] >= end}
         if low.seen:
             self._split_slots(upper, top, low, tier)
         if top.count and not top.kids and not top.holds:
@@ -547,6 +561,9 @@ class Tree:
                 if copy.pages[g] is not None:
                     self.drop_loose(node, t, g, range(keep, node.n))
                     copy.pages[g] = copy.pages[g][: 4 * keep] if keep else None
+                reads = copy.reads[g]
+                if reads is not None:
+                    del reads[keep:]
             for g in self.slots:
                 for depth in [depth for depth in copy.pages[g] or () if depth > node.start + keep]:
                     self.drop_slot(node, t, g, depth)

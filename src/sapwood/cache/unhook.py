@@ -10,6 +10,7 @@ from .group import DEVICE
 from .lease import Lease
 from .node import Node, Root
 from .pool import TREE, UNHOOKED, Ids
+from .readers import counts
 from .tree import Tree, as_ids
 
 
@@ -37,6 +38,8 @@ def unhook(tree: Tree, root: Root, silently: bool) -> None:
             copy = tree.copy_in(node, t)
             if not copy.holds:
                 tree.shelves[t].evictable -= copy.count
+            for g in tree.loose:  # from now on the readers of these pages are counted by page
+                tree.pools[t][g].count_readers(counts(copy, g, node.start))
             for g in range(len(tree.groups)):
                 held = copy.pages[g]
                 if held:

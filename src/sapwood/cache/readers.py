@@ -1,0 +1,151 @@
+"""Who reads the pages of groups that are not closed: a count for every column of a node, beside its pages.
+
+A reader holds columns of a path, not page numbers: a run of columns is one slice in each node, wherever its pages lie.
+A column may be read while it is a hole, by a step whose pages were withdrawn under it; who fills it finds it read.
+Once a namespace is unhooked there are no columns any more, and pools count the readers of each page.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from .runs import HOLE, Ranges
+
+if TYPE_CHECKING:
+    from .node import Copy, Node
+    from .tree import Tree
+
+_CROWD: Final = 255  # so many readers, or more: how many more stands in `Copy.crowds`
+_MORE: Final = bytes([*range(1, 256), 255])
+_LESS: Final = bytes([0, *range(255)])
+
+
+def read(tree: Tree, node: Node, tier: int, g: int, low: int, high: int) -> None:
+    """One more reader for the columns [low, high) of the path to `node`; reading is using."""
+    if low >= high:
+        return
+    at, now, idle = node, tree.now, 0
+    while True:
+        start = at.start
+        if start < high:
+            copy: Copy = at.host if tier else at.device  # type: ignore[assignment]
+            first = low - start if low > start else 0
+            last = high - start
+            if last > at.n:
+                last = at.n
+            reads = copy.reads[g]
+            if reads is None:
+                reads = copy.reads[g] = bytearray(at.n)
+            before = reads[first:last]
+            reads[first:last] = before.translate(_MORE)
+            if 0 in before:
+                idle += _there(copy, g, first, before, 0)
+            if _CROWD in before:
+                _more_of_a_crowd(copy, g, start + first, before)
+            copy.used = now
+        if start <= low:
+            break
+        at = at.parent  # type: ignore[assignment]
+    if idle:
+        tree.pools[tier][g].idle -= idle
+
+
+def unread(tree: Tree, node: Node, tier: int, g: int, low: int, high: int) -> None:
+    """One reader less for the columns [low, high) of the path to `node`. Eviction hears of pages that became idle."""
+    if low >= high:
+        return
+    at, idle = node, 0
+    while True:
+        start = at.start
+        if start < high:
+            copy: Copy = at.host if tier else at.device  # type: ignore[assignment]
+            first = low - start if low > start else 0
+            last = high - start
+            if last > at.n:
+                last = at.n
+            reads = copy.reads[g]
+            assert reads is not None, "a column has no reader to leave"
+            before = reads[first:last]
+            assert 0 not in before, "a column has no reader to leave"
+            reads[first:last] = before.translate(_LESS)
+            if 1 in before:
+                here = _there(copy, g, first, before, 1)
+                if here:
+                    idle += here
+                    tree.queues[g, tier].add(at, copy)
+            if _CROWD in before:
+                _less_of_a_crowd(copy, g, start, first, before)
+        if start <= low:
+            break
+        at = at.parent  # type: ignore[assignment]
+    if idle:
+        tree.pools[tier][g].idle += idle
+
+
+def idle_in(tree: Tree, node: Node, tier: int, g: int, spans: Ranges) -> int:
+    """How many pages in these columns of the path to `node` nobody reads."""
+    idle = 0
+    for low, high in spans:
+        for at, first, last in tree.cover(node, low, high):
+            copy = tree.copy_in(at, tier)
+            reads = copy.reads[g]
+            before = bytearray(last - first) if reads is None else reads[first:last]
+            idle += _there(copy, g, first, before, 0) if 0 in before else 0
+    return idle
+
+
+def unread_columns(copy: Copy, g: int, first: int, last: int) -> int:
+    """How many of the columns [first, last) of a node, counted from its start, have no reader."""
+    reads = copy.reads[g]
+    return last - first if reads is None else reads.count(0, first, last)
+
+
+def counts(copy: Copy, g: int, start: int) -> dict[int, int]:
+    """By page: how many read it, of those that somebody reads. `start` is that of the node."""
+    reads, pages = copy.reads[g], copy.pages[g]
+    if reads is None or not pages:
+        return {}
+    crowds = copy.crowds or {}
+    ids = np.frombuffer(bytes(pages), np.int32).tolist()
+    return {
+        page: count + crowds.get((g, start + at), 0)
+        for at, (page, count) in enumerate(zip(ids, reads, strict=True))
+        if page and count
+    }
+
+
+def _there(copy: Copy, g: int, first: int, before: bytearray, count: int) -> int:
+    """How many of the columns from `first` on, read so often before, have a page."""
+    pages = copy.pages[g]
+    if not pages:
+        return 0
+    here = pages[4 * first : 4 * (first + len(before))]
+    # Four zero bytes in a row are a hole, or two ids beside each other: only then look closer.
+    if HOLE not in here:
+        return before.count(count)
+    ids = np.frombuffer(bytes(here), np.int32)
+    return int(np.count_nonzero((ids != 0) & (np.frombuffer(bytes(before), np.uint8) == count)))
+
+
+def _more_of_a_crowd(copy: Copy, g: int, column: int, before: bytearray) -> None:
+    """One more reader for those of the columns from `column` on that had as many as a byte can count."""
+    if copy.crowds is None:
+        copy.crowds = {}
+    for at, count in enumerate(before, column):
+        if count == _CROWD:
+            copy.crowds[g, at] = copy.crowds.get((g, at), 0) + 1
+
+
+def _less_of_a_crowd(copy: Copy, g: int, start: int, first: int, before: bytearray) -> None:
+    """One reader less, for columns of a node that had more than a byte can count: those still have as many."""
+    crowds, reads = copy.crowds or {}, copy.reads[g]
+    assert reads is not None
+    for at, count in enumerate(before, first):
+        more = crowds.get((g, start + at), 0) if count == _CROWD else 0
+        if more:
+            reads[at] = _CROWD
+            crowds[g, start + at] = more - 1
+            if more == 1:
+                del crowds[g, start + at]
