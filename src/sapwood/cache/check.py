@@ -42,6 +42,7 @@ class _Check:
         self.readers = [[np.zeros(p.capacity + 1, np.int32) for p in row] for row in tree.pools]
         self.columns: dict[tuple[int, int, Node], npt.NDArray[np.int32]] = {}  # readers by (tier, group, node)
         self.pins: list[Counter[Node]] = [Counter() for _ in tree.tiers]
+        self.held: Counter[Node] = Counter()
         self.below: list[Node] = []
 
     def run(self) -> None:
@@ -199,6 +200,7 @@ class _Check:
                 self._reads(holder.node, tier, g, where)
             for tier in holder.tiers:
                 self.pins[tier][holder.node] += 1
+                self.held[holder.node] += tier == DEVICE
 
     def _reads(self, node: Node, tier: int, g: int, where: Ranges) -> None:
         for low, high in where:
@@ -255,7 +257,7 @@ class _Check:
     def _saves(self) -> None:
         marked: dict[Node, list[Transfer]] = {}
         for transfer in self.loads.ledger.pending.values():
-            if transfer.tier != DEVICE and not transfer.holder.detached:
+            if transfer.tier != DEVICE and not transfer.detached:
                 for node, _, _ in self.tree.cover(transfer.node, transfer.first, transfer.last):
                     marked.setdefault(node, []).append(transfer)
         for node in self.below:
@@ -320,6 +322,9 @@ class _Check:
                 copy = tree.copy_in(node, t)
                 children = [tree.copy_in(child, t) for child in node.children.values()]
                 holds = self.pins[t][node] + sum(1 for child in children if child.holds)
+                assert self.held[node] == node.held, (
+                    f"{self._at(node)}: {self.held[node]} pins, {node.held} are counted"
+                )
                 assert holds == copy.holds, f"{self._at(node)}: {holds} holds on {TIERS[t]}, {copy.holds} are counted"
                 kids = sum(1 for child in children if child.count)
                 assert kids == copy.kids, f"{self._at(node)}: {kids} children on {TIERS[t]}, {copy.kids} are counted"

@@ -269,6 +269,8 @@ class Holder:
         self.detached = False
         for tier in tiers:
             tree.pin(node, tier)
+            if not tier:
+                node.held += 1
         self.root.holders[self] = None
 
     def detach(self, tree: Tree) -> None:
@@ -291,9 +293,13 @@ class Holder:
                 unread(tree, self.node, tier, g, low, high)
         if tree.slots:
             for (tier, g), ids in self.pages.items():
-                if g in tree.slots and tree.pools[tier][g].unread_raw(ids):
-                    tree.requeue(self.node, tier, g, *self.columns)
+                if g in tree.slots:
+                    pool = tree.pools[tier][g]
+                    if True in [pool.unread_one(slot) for slot in memoryview(ids).cast("i")]:
+                        tree.requeue(self.node, tier, g, *self.columns)
         for tier in self.tiers:
+            if not tier:
+                self.node.held -= 1
             tree.unpin(self.node, tier)
         if not self.root.bound:
             tree.forget_if_empty(self.root)
@@ -309,14 +315,22 @@ def hold(
 ) -> Holder:
     """Pin the path to `node`, and read `pages`, which lie in its columns [low, high); those of groups that are not
     closed at `spans`."""
+    read_held(tree, node, pages, spans)
+    return Holder(tree, node, tiers, columns, pages, spans)
+
+
+def read_held(
+    tree: Tree, node: Node, pages: dict[tuple[int, int], bytes], spans: dict[tuple[int, int], Ranges]
+) -> None:
+    """Become a reader of what a `Holder` of these is going to hold. Closed pages need none: the path is pinned."""
     for (tier, g), where in spans.items():
         for low, high in where:
             read(tree, node, tier, g, low, high)
     if tree.slots:
         for (tier, g), ids in pages.items():
             if g in tree.slots:
-                tree.pools[tier][g].read_raw(ids)
-    return Holder(tree, node, tiers, columns, pages, spans)
+                for slot in memoryview(ids).cast("i"):
+                    tree.pools[tier][g].read_one(slot)
 
 
 def _pages_in(tree: Tree, node: Node, tier: int, g: int, where: Ranges) -> bytes:

@@ -8,7 +8,7 @@ import numpy as np
 
 from .flight import note_promises
 from .group import DEVICE, HOST
-from .lease import Lease, hold
+from .lease import Lease
 from .node import Node
 from .pool import FLIGHT, UNHOOKED, Ids
 from .readers import read
@@ -53,12 +53,13 @@ class Loads:
         parts: Parts = {}
         where = {g: runs(columns) for g, (columns, _) in wanted.items()}
         spans = {(HOST, g): where[g] for g in tree.loose if g in where}
-        holder = hold(tree, node, (DEVICE, HOST), (first, last), held, spans)
         for g, (_, ids) in wanted.items():
             targets = tree.pools[DEVICE][g].take(len(ids), FLIGHT)
             wide = spread(where[g], ids.tobytes(), first, last), spread(where[g], targets, first, last)
             parts[g] = (as_ids(wide[0]), as_ids(wide[1]))
-        operation, transfer = self.ledger.begin(DEVICE, node, first, last, parts, where, holder)
+        op, both = self.ledger.number(), (DEVICE, HOST)
+        transfer = Transfer(tree, op, DEVICE, node, (first, last), parts, where, both, held, spans)
+        operation = self.ledger.begin(transfer)
         transfer.waiters.append(lease)
         lease.waits.append(transfer)
         for g, (columns, ids) in wanted.items():
@@ -77,7 +78,7 @@ class Loads:
         queue = [(transfer, ok)]
         while queue:
             at, fine = queue.pop(0)
-            if fine and not at.holder.detached and self._must_wait(at):
+            if fine and not at.detached and self._must_wait(at):
                 continue
             self._land(at, fine, landed)
             queue += [(later, True) for later in at.after]
@@ -104,7 +105,7 @@ class Loads:
             if g not in tree.closed:
                 for page in sources[sources != 0].tolist():
                     self.loading.pop((g, page), None)
-        if transfer.holder.detached:
+        if transfer.detached:
             if ok and waiters:
                 self._give_privately(transfer, waiters)
             else:
@@ -118,7 +119,7 @@ class Loads:
             else:
                 ok = False
                 self.ledger.free_targets(transfer)
-        self.ledger.let_go(transfer)
+        transfer.let_go(tree)
         if not ok:
             self.ledger.counts["loads_failed"] += 1
             landed.failed.extend(lease for lease in waiters if lease not in landed.failed)

@@ -55,9 +55,9 @@ class Node:
         "device",
         "edge",
         "hashes",
+        "held",
         "host",
         "loading",
-        "moving",
         "n",
         "parent",
         "promised",
@@ -95,7 +95,7 @@ class Node:
         self.loading: Transfer | None = None
         self.saving: list[Transfer] | None = None  # saves under way that read some of its pages
         self.tried = -1  # when its device copy was last used, as its last save began
-        self.moving = 0  # transfers anchored here
+        self.held = 0  # pins on the device that are not of leases: it may grow under them
         self.crc: int | None = None  # of all tokens up to the node's end, while that end stays where it is
 
     @property

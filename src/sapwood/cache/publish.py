@@ -113,7 +113,7 @@ class Publisher:
             node, depth, upto = lease.node, lease.depth, lease.upto
             copy, edge, last, at = node.device, node.edge, depth + 1, 4 * depth
             there = copy.pages
-            alone = copy.holds - node.moving == 1 and not node.children and node.loading is None and told
+            alone = copy.holds - node.held == 1 and not node.children and node.loading is None and told
             if (closed and copy.count != node.n) or (host and node.host.holds):  # type: ignore[union-attr]
                 alone = False
             for g in loose:
@@ -307,7 +307,7 @@ class Publisher:
         """Whether `node` may get longer in place: a leaf, held by one lease alone."""
         tree = self.tree
         copy = node.device
-        if node.children or node.parent is None or copy.holds - node.moving != 1 or node.loading is not None:
+        if node.children or node.parent is None or copy.holds - node.held != 1 or node.loading is not None:
             return False
         if tree.closed and copy.count != node.n:
             return False

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from .announce import tell_parts
 from .group import DEVICE, HOST
 from .lease import Holder, Span, hold
 from .node import Copy, Node
-from .pool import FLIGHT, TREE
-from .readers import unread_columns
+from .pool import FLIGHT
 from .room import Room
 from .runs import HOLE, Ranges, Run, joined, pages_in, ranges, runs, spread
 from .transfer import Ledger, Operation, Parts, Transfer
@@ -36,31 +34,27 @@ class Saves:
     def begin_save(self, span: Span) -> Operation | None:
         """Start to copy to host what of `span` is not there and not on its way. None: nothing to do, or no room."""
         tree, node = self.tree, span.node
-        if not tree.has_host or not node.alive or not node.root.hooked:
+        if not tree.has_host or node.parent is None or not node.root.hooked:
             return None
         end = node.start + node.n
         path = tree.cover(node, span.first, span.last if span.last < end else end)
-        sources: dict[tuple[int, int], bytes] = {}
         where: dict[int, Ranges] = {}
-        need: dict[int, int] = {}
-        first, last = end, 0
-        for g, got in self._to_save(path).items():
-            spots = where[g] = ranges(got)
-            raw = sources[DEVICE, g] = joined(got)
-            need[g] = len(raw) // 4
-            if spots[0][0] < first:
-                first = spots[0][0]
-            if spots[-1][1] > last:
-                last = spots[-1][1]
-        if not need:
+        sources: dict[tuple[int, int], bytes] = {}
+        for at, low, high in reversed(path):
+            self._to_save(at, low, high, where, sources)
+        if not where:
             return None
-        holder = hold(
-            tree, node, (DEVICE,), (first, last), sources, {(DEVICE, g): where[g] for g in self.loose if g in where}
-        )
-        if not self.room.has(HOST, need) and not self.make_room(node, (last,), need):
-            holder.let_go(tree)
-            self.ledger.counts["saves_skipped"] += 1
-            return None
+        first = min([spots[0][0] for spots in where.values()])
+        last = max([spots[-1][1] for spots in where.values()])
+        spans = {(DEVICE, g): where[g] for g in self.loose if g in where}
+        need = {g: len(raw) // 4 for (_, g), raw in sources.items()}
+        guard = None
+        if not self.room.has(HOST, need):
+            guard = hold(tree, node, (DEVICE,), (first, last), sources, spans)
+            if not self.make_room(node, (last,), need):
+                guard.let_go(tree)
+                self.ledger.counts["saves_skipped"] += 1
+                return None
         parts: Parts = {}
         pools, n = tree.pools[HOST], last - first
         for (_, g), raw in sources.items():
@@ -69,11 +63,14 @@ class Saves:
                 pair = spread(where[g], pair[0], first, last), spread(where[g], pair[1], first, last)
             parts[g] = (np.frombuffer(pair[0], np.int32), np.frombuffer(pair[1], np.int32))
         node.tried = node.device.used
-        operation, transfer = self.ledger.begin(HOST, node, first, last, parts, where, holder)
+        op = self.ledger.number()
+        transfer = Transfer(tree, op, HOST, node, (first, last), parts, where, (DEVICE,), sources, spans)
+        if guard is not None:
+            guard.let_go(tree)
         for at, low, high in path:
             if at.start + low < last and at.start + high > first:
                 at.saving = [*at.saving, transfer] if at.saving else [transfer]
-        return operation
+        return self.ledger.begin(transfer)
 
     def make_room(self, node: Node, boundaries: tuple[int, ...], need: dict[int, int]) -> bool:
         """Evict from host what is least recently used, but nothing of the path that is about to be extended there: of
@@ -116,36 +113,41 @@ class Saves:
             for a, b in runs(as_ids(pages[4 * first : 4 * high]).nonzero()[0].astype(np.int32))
         ]
 
-    def _to_save(self, path: Cover) -> dict[int, list[Run]]:
-        """By group: the device pages of `path` that host does not have, root side first."""
-        found: dict[int, list[Run]] = {}
-        for node, low, high in reversed(path):
-            start, there, busy = node.start, node.device.pages, node.promised or node.saving
-            host: Copy = node.host  # type: ignore[assignment]
-            kept = host.pages
-            first = host.count if host.count > low else low
-            if first < high:
-                for g in self.closed:
-                    if there[g]:
-                        ids = there[g][4 * first : 4 * high]
-                        got = self._unsaved(node, g, first, bytes(ids)) if busy else [(start + first, ids)]
-                        found[g] = found[g] + got if g in found else got
-            for g in self.loose:
+    def _to_save(
+        self, node: Node, low: int, high: int, where: dict[int, Ranges], sources: dict[tuple[int, int], bytes]
+    ) -> None:
+        """Put down which device pages of `node` in [low, high), counted from its start, host does not have."""
+        start, there, busy = node.start, node.device.pages, node.promised or node.saving
+        host: Copy = node.host  # type: ignore[assignment]
+        kept = host.pages
+        first = host.count if host.count > low else low
+        got: list[Run]
+        if first < high:
+            for g in self.closed:
                 if there[g]:
-                    ids = there[g][4 * low : 4 * high]
-                    # Four zero bytes in a row are a hole, or two ids beside each other: only then look closer.
-                    if busy or HOLE in ids or (kept[g] and kept[g].count(0, 4 * low, 4 * high) < len(ids)):
-                        got = self._unsaved(node, g, low, bytes(ids))
-                    else:
-                        got = [(start + low, ids)]
-                    found[g] = found[g] + got if g in found else got
-            for g in self.slots:
-                if there[g]:
-                    for depth in sorted(there[g]):
-                        if start + low < depth <= start + high and depth not in (kept[g] or ()):
-                            if not (busy and self._under_way(node, g, depth)):
-                                found.setdefault(g, []).append((depth - 1, there[g][depth].to_bytes(4, "little")))
-        return {g: got for g, got in found.items() if got} if [] in found.values() else found
+                    ids = bytes(there[g][4 * first : 4 * high])
+                    got = self._unsaved(node, g, first, ids) if busy else [(start + first, ids)]
+                    _put_down(g, got, where, sources)
+        for g in self.loose:
+            if there[g]:
+                ids = bytes(there[g][4 * low : 4 * high])
+                # Four zero bytes in a row are a hole, or two ids beside each other: only then look closer.
+                if busy or HOLE in ids or (kept[g] and kept[g].count(0, 4 * low, 4 * high) < len(ids)):
+                    got = self._unsaved(node, g, low, ids)
+                else:
+                    got = [(start + low, ids)]
+                _put_down(g, got, where, sources)
+        for g in self.slots:
+            if there[g]:
+                got = [
+                    (depth - 1, slot.to_bytes(4, "little"))
+                    for depth, slot in there[g].items()
+                    if start + low < depth <= start + high
+                    and not (kept[g] and depth in kept[g])
+                    and not (busy and self._under_way(node, g, depth))
+                ]
+                got.sort()
+                _put_down(g, got, where, sources)
 
     @staticmethod
     def _under_way(node: Node, g: int, depth: int) -> bool:
@@ -175,10 +177,10 @@ class Saves:
         """The save is over. Returns what host has now, for a backup, or None if it failed or has nowhere to go."""
         transfer = self.ledger.end(op, HOST)
         tree, ledger = self.tree, self.ledger
-        if transfer.holder.detached:
+        if transfer.detached:
             ledger.counts["saves_failed"] += not ok
             ledger.free_targets(transfer)
-            ledger.let_go(transfer)
+            transfer.let_go(tree)
             return None
         path = tree.cover(transfer.node, transfer.first, transfer.last)
         for node, _, _ in path:
@@ -188,21 +190,18 @@ class Saves:
         if not ok:
             ledger.counts["saves_failed"] += 1
             ledger.free_targets(transfer)
-            ledger.let_go(transfer)
+            transfer.let_go(tree)
             return None
         landed = self.land(transfer, path)
         ledger.count(transfer, "saved", landed)
-        ledger.let_go(transfer)
+        transfer.let_go(tree)
         return Span(transfer.first, transfer.last, transfer.node)
 
     def land(self, transfer: Transfer, path: Cover) -> int:
         """What has come to host is the tree's now, or is freed where host has it already. `path` is what the transfer
         covers. Returns how many pages landed, of any group."""
-        start = self._simple_start(transfer, path)
-        if start is not None:
-            return self._land_all(transfer, path, start)
         tree, ledger = self.tree, self.ledger
-        landed: Ranges = []
+        landed = 0
         for g, where in transfer.ranges.items():
             nodes = tree.nodes
             if g in tree.slots:
@@ -217,97 +216,10 @@ class Saves:
                 path = tree.cover(transfer.node, transfer.first, transfer.last)
             if g == tree.told:
                 ledger.announce(transfer.node, HOST, kept)
-            landed += kept
+            landed += pages_in(kept)
         for node, _, _ in path:
             node.host.used = tree.now  # type: ignore[union-attr]
-        return pages_in(landed)
-
-    def _simple_start(self, transfer: Transfer, path: Cover) -> int | None:
-        """From where on every group of pages came whole, if all of it can be put where it belongs, as mostly: host has
-        exactly what is before it in each node. Else None."""
-        tree, came = self.tree, transfer.ranges
-        start = -1
-        for g in tree.paged:
-            if g in came:
-                ((low, high), *more) = came[g]
-                if more or high != transfer.last or (low != start and start >= 0):
-                    return None
-                start = low
-        if start < 0:
-            return None
-        closed = bool(tree.closed) and tree.closed[0] in came
-        loose = [g for g in tree.loose if g in came]
-        for node, low, high in path:
-            host: Copy = node.host  # type: ignore[assignment]
-            first = start - node.start
-            if first < low:
-                first = low
-            if first < high:
-                if closed and host.count != first:
-                    return None
-                for g in loose:
-                    pages = host.pages[g]
-                    if pages and pages.count(0, 4 * first, 4 * high) < 4 * (high - first):
-                        return None
-        return start
-
-    def _land_all(self, transfer: Transfer, path: Cover, start: int) -> int:
-        """`land` where nothing is in the way: pages from `start` on, and snapshots."""
-        tree, base = self.tree, transfer.first
-        pools, shelf, now = tree.pools[HOST], tree.shelves[HOST], tree.now
-        raws = {g: targets.tobytes() for g, (_, targets) in transfer.parts.items()}
-        closed = [(g, raws[g]) for g in tree.closed if g in raws]
-        loose = [(g, raws[g], tree.queues[g, HOST]) for g in tree.loose if g in raws]
-        landed = 0
-        for node, low, high in path:
-            host: Copy = node.host  # type: ignore[assignment]
-            pages, column = host.pages, node.start
-            first = start - column
-            if first < low:
-                first = low
-            end = 4 * (column + high - base)
-            if first < high:
-                begin = 4 * (column + first - base)
-                for g, raw in closed:
-                    pages[g] = pages[g] + raw[begin:end] if first else raw[begin:end]
-                if closed:
-                    if not first:
-                        node.parent.host.kids += 1  # type: ignore[union-attr]
-                    host.count = high
-                    if not host.holds:
-                        shelf.evictable += high - first
-                        if not host.kids:
-                            tree.shelve(node, host, HOST)
-                for g, raw, queue in loose:
-                    if pages[g] is None:
-                        pages[g] = bytearray(4 * node.n)
-                    pages[g][4 * first : 4 * high] = raw[begin:end]
-                    pools[g].idle += unread_columns(host, g, first, high)
-                    queue.add(node, host)
-            host.used = now
-        for g in tree.slots:
-            if g in raws:
-                landed += pages_in(self.ledger.land_slot(transfer, g, transfer.ranges[g]))
-        n = transfer.last - start
-        for g, raw in closed:
-            pools[g].hand(raw[-4 * n :], FLIGHT, TREE)
-        for g, raw, _ in loose:
-            pools[g].hand(raw[-4 * n :], FLIGHT, TREE)
-        if tree.announcing and tree.told in raws:
-            self._announce(transfer, path, start)
-        return landed + n * (len(loose) + bool(closed))
-
-    def _announce(self, transfer: Transfer, path: Cover, start: int) -> None:
-        tree = self.tree
-        if tree.told in tree.slots:
-            self.ledger.announce(transfer.node, HOST, transfer.ranges[tree.told])
-            return
-        while path[-1][0].end <= start:
-            path = path[:-1]
-        node, low, high = path[-1]
-        if node.start + low < start:
-            path = [*path[:-1], (node, start - node.start, high)]
-        tell_parts(tree, path, HOST)
+        return landed
 
     def _land_closed(self, transfer: Transfer, where: Ranges, path: Cover) -> Ranges:
         """Host copies of closed groups: the first pages of each node. A gap before them becomes a node of its own."""
@@ -317,8 +229,7 @@ class Saves:
         for low, high in reversed(where):
             whole = low == base and high == transfer.last
             for node, first, last in path if whole else tree.cover(transfer.node, low, high):
-                copy = node.host
-                assert copy is not None
+                copy: Copy = node.host  # type: ignore[assignment]
                 a, b = node.start + first, node.start + last
                 if copy.count > first:
                     known = min(copy.count, last)
@@ -332,3 +243,13 @@ class Saves:
                 kept.append((a, b))
         self.ledger.tree_owns(transfer, tree.closed, kept)
         return kept
+
+
+def _put_down(g: int, got: list[Run], where: dict[int, Ranges], sources: dict[tuple[int, int], bytes]) -> None:
+    """Add runs of a group, which stand behind those that are there."""
+    if not got:
+        return
+    spots, raw = ranges(got), joined(got)
+    if g in where:
+        spots, raw = where[g] + spots, sources[DEVICE, g] + raw
+    where[g], sources[DEVICE, g] = spots, raw

@@ -215,14 +215,13 @@ class Stored:
         """Pages up to `end` become the tree's, as those of a save do. Returns how many."""
         tree, ledger, first = self.tree, self.ledger, fetch.first
         node = self._grown(fetch.root, fetch.tokens[: end * tree.page_bytes], end)
-        holder = hold(tree, node, (HOST,), (first, end), {}, {})
         where = {g: spans for g, all_of in fetch.ranges.items() if (spans := _within(all_of, first, end))}
         nothing = np.zeros(0, np.int32)
         parts = {g: (nothing, fetch.targets[g][: end - first]) for g in where}
-        transfer = Transfer(fetch.op, HOST, node, first, end, parts, where, holder)
+        transfer = Transfer(tree, fetch.op, HOST, node, (first, end), parts, where, (HOST,), {}, {})
         landed = self.saves.land(transfer, tree.cover(node, first, end))
         ledger.count(transfer, "fetched", landed)
-        holder.let_go(tree)  # a node that nothing came for is swept now
+        transfer.let_go(tree)  # a node that nothing came for is swept now
         return landed
 
     def _grown(self, root: Root, tokens: bytes, end: int) -> Node:

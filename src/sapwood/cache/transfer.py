@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .announce import tell_stored
-from .lease import Holder, Lease
+from .lease import Holder, Lease, read_held
 from .namespace import Namespace
 from .node import Copy, Node
 from .pool import FLIGHT, TREE, Ids
@@ -20,6 +20,7 @@ from .runs import Ranges, pages_in, runs
 from .tree import Cover, Tree
 
 Parts = dict[int, tuple[Ids, Ids]]
+_new = tuple.__new__  # a NamedTuple in a third of the time
 
 
 class Operation(NamedTuple):
@@ -31,30 +32,31 @@ class Operation(NamedTuple):
     pages: dict[str, tuple[Ids, Ids]]
 
 
-class Transfer:
-    """One save or load between its begin and its acknowledgement."""
+class Transfer(Holder):
+    """One save or load between its begin and its acknowledgement: a holder of what it reads."""
 
-    __slots__ = ("after", "first", "holder", "last", "node", "op", "parts", "ranges", "tier", "waiters")
+    __slots__ = ("after", "first", "last", "op", "parts", "ranges", "tier", "waiters")
 
     def __init__(
         self,
+        tree: Tree,
         op: int,
         tier: int,
         node: Node,
-        first: int,
-        last: int,
+        columns: tuple[int, int],
         parts: Parts,
         where: dict[int, Ranges],
-        holder: Holder,
+        tiers: tuple[int, ...],
+        reads: dict[tuple[int, int], bytes],
+        spans: dict[tuple[int, int], Ranges],
     ) -> None:
+        read_held(tree, node, reads, spans)
+        Holder.__init__(self, tree, node, tiers, columns, reads, spans)
         self.op = op
         self.tier = tier  # where it writes
-        self.node = node
-        self.first = first
-        self.last = last
+        self.first, self.last = columns
         self.parts = parts
         self.ranges = where  # by group: which pages are moved
-        self.holder = holder
         self.waiters: list[Lease] = []
         self.after: list[Transfer] = []  # loads further down the path that arrived before this one
 
@@ -94,16 +96,13 @@ class Ledger:
         self.next_op += 1
         return op
 
-    def begin(
-        self, tier: int, node: Node, first: int, last: int, parts: Parts, where: dict[int, Ranges], holder: Holder
-    ) -> tuple[Operation, Transfer]:
-        op = self.number()
-        transfer = self.pending[op] = Transfer(op, tier, node, first, last, parts, where, holder)
-        node.moving += 1
-        self.counts["saves" if tier else "loads"] += 1
+    def begin(self, transfer: Transfer) -> Operation:
+        """From now on it is under way."""
+        self.pending[transfer.op] = transfer
+        self.counts["saves" if transfer.tier else "loads"] += 1
         names = self.tree.groups
-        pages = {names[g].name: arrays for g, arrays in parts.items()}
-        return Operation(op, node.root.namespace, first, pages), transfer
+        pages = {names[g].name: arrays for g, arrays in transfer.parts.items()}
+        return _new(Operation, (transfer.op, transfer.root.namespace, transfer.first, pages))
 
     def end(self, op: int, tier: int) -> Transfer:
         transfer = self.pending.get(op)
@@ -111,10 +110,6 @@ class Ledger:
             raise ValueError(f"no {'save' if tier else 'load'} with number {op!r} is under way")
         del self.pending[op]
         return transfer
-
-    def let_go(self, transfer: Transfer) -> None:
-        transfer.node.moving -= 1
-        transfer.holder.let_go(self.tree)
 
     def count(self, transfer: Transfer, what: str, pages: int) -> None:
         """Pages that came, of any group."""

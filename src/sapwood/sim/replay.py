@@ -89,7 +89,7 @@ class Replay:
                 copy = node.device if self.medium == "GPU" else node.host
                 pages = copy.pages[self.group] if copy is not None else None
                 if slot:
-                    there = [False] * (node.n - 1) + [bool(pages)]
+                    there = [node.start + at + 1 in (pages or ()) for at in range(node.n)]
                 else:
                     there = np.frombuffer(bytes(pages), np.int32).astype(bool).tolist() if pages else []
                     there += [False] * (node.n - len(there))  # on host, a prefix of the node
