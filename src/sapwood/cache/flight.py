@@ -67,12 +67,13 @@ class Snapshot(NamedTuple):
 class Flight:
     """One step between its plan and its event."""
 
-    __slots__ = ("ended", "freed", "holders", "promises", "snapshots", "step")
+    __slots__ = ("ended", "freed", "holders", "opened", "promises", "snapshots", "step")
 
     def __init__(self, step: int) -> None:
         self.step = step
         self.promises: list[Promise] = []
         self.snapshots: list[Snapshot] = []
+        self.opened: list[Lease] = []  # requests that start from a snapshot, which it copies
         self.ended: list[Lease] = []  # requests that are over, but whose rows still run
         self.holders: list[Holder] = []  # what its copies and rows read, and nobody else may hold
         self.freed: list[tuple[int, Ids]] = []  # (group, ids) given out only after that

@@ -166,7 +166,8 @@ class Follower:
         tree = self.tree
         if held is not None:
             reading = {(DEVICE, g): lease.reading(g) for g in tree.loose}
-            held.holders.append(hold(tree, lease.node, (DEVICE,), (0, lease.depth), {}, reading))
+            seeds = {(DEVICE, g): slot.to_bytes(4, "little") for g, slot in lease.seed.items()}
+            held.holders.append(hold(tree, lease.node, (DEVICE,), (0, lease.depth), seeds, reading))
         node = lease.root.top
         if depth:
             last = next(n for n in reversed(path.nodes) if n.start < depth)
@@ -219,7 +220,7 @@ class Follower:
         tree = self.tree
         if not tree.slots:
             return
-        lease.opened = False
+        lease.opened, lease.opened_at = False, 0
         lease.seed_depth = boundary
         if not boundary:
             return

@@ -12,7 +12,7 @@ The pages of one group along a lease's path, by column:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -126,6 +126,7 @@ class Lease:
         "low",
         "node",
         "opened",
+        "opened_at",
         "own",
         "reason",
         "rolling",
@@ -168,12 +169,13 @@ class Lease:
         self.copied_at = 0  # the step that makes it
         self.uncopied = False  # that step failed
         self.opened = False  # its first batch has been planned
+        self.opened_at = 0  # the step that copies the snapshot it starts from
         self.cuts: tuple[int, ...] = ()
         self.tokens = b""  # the prompt, while others may wait for the snapshots it will make
         self.length = 0
         self.start = 0
         self.rolling = 0  # page end of the checkpoint that the next one replaces
-        self.unsaved: Span | None = None  # what it has made real and not offered for saving
+        self.unsaved: list[Any] | None = None  # what it has made real and not offered for saving: the fields of a Span
         self.reason = ""  # why it was not served more, if it has been counted
         self.writes = True
         self.detached = False

@@ -77,17 +77,19 @@ class LooseQueue:
         oldest one that nobody reads, or put the node where that one belongs."""
         tree, g, tier, heap = self.tree, self.g, self.tier, self.heaps[0]
         reads, seen = tree.pools[tier][g].readers, copy.seen or {}
-        idle = sorted([(seen[depth], depth) for depth, slot in (copy.pages[g] or {}).items() if not reads[slot]])
-        if idle and idle[0][0] > used:
-            heapreplace(heap, (idle[0][0], node.seq, node))
+        idle = [(seen[depth], depth) for depth, slot in (copy.pages[g] or {}).items() if not reads[slot]]
+        oldest = min(idle, default=(0, 0))
+        if oldest[0] > used:
+            heapreplace(heap, (oldest[0], node.seq, node))
             return 0
         taken = 0
         if idle:
-            tree.drop_slot(node, tier, g, idle.pop(0)[1])
+            tree.drop_slot(node, tier, g, oldest[1])
             tree.count_evicted(node, tier, g, 1)
+            idle.remove(oldest)
             taken = 1
         if idle:
-            heapreplace(heap, (idle[0][0], node.seq, node))
+            heapreplace(heap, (min(idle)[0], node.seq, node))
         else:
             heappop(heap)
             copy.queued &= ~self.bits[0]

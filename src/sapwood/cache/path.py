@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from .node import Node, Root
     from .tree import Tree
 
+_NONE: dict[int, int] = {}
+
 
 def agree(edge: bytes | bytearray, tokens: bytes, offset: int, page_bytes: int) -> int:
     """How many whole pages of `edge` stand in `tokens` at `offset`: a bisection of memcmps."""
@@ -167,13 +169,16 @@ class Path:
             if node.start >= limit:
                 continue
             deepest = 0
-            for depth in node.device.pages[index] or ():
-                if deepest < depth <= limit:
+            for depth in reversed(node.device.pages[index] or _NONE):
+                if depth <= limit:
                     deepest = depth
+                    break
             if self.tier:
-                for depth in node.host.pages[index] or ():  # type: ignore[union-attr]
-                    if deepest < depth <= limit:
-                        deepest = depth
+                for depth in reversed(node.host.pages[index] or _NONE):  # type: ignore[union-attr]
+                    if depth <= limit:
+                        if depth > deepest:
+                            deepest = depth
+                        break
             if deepest:
                 return deepest
         return 0

@@ -106,57 +106,64 @@ class Publisher:
         moved: list[list[bytearray]] = [[] for _ in tree.groups]
         fallen: list[Fallen] = []
         announcing, hashing = tree.announcing, tree.hashing
-        told = bool(closed) or not announcing or tree.told in loose
+        told, save_pages = bool(closed) or not announcing or tree.told in loose, self.save_pages
         for lease, page in zip(leases, pages, strict=True):
             if lease.detached or not lease.writes:
                 continue
             node, depth, upto = lease.node, lease.depth, lease.upto
             copy, edge, last, at = node.device, node.edge, depth + 1, 4 * depth
             there = copy.pages
-            alone = copy.holds - node.held == 1 and not node.children and node.loading is None and told
-            if (closed and copy.count != node.n) or (host and node.host.holds):  # type: ignore[union-attr]
-                alone = False
+            grows = (  # as `can_grow` says
+                type(edge) is bytearray
+                and copy.holds - node.held == 1
+                and not node.children
+                and node.loading is None
+                and told
+                and (copy.count == node.n or not closed)
+                and not (host and node.host.holds)  # type: ignore[union-attr]
+            )
             for g in loose:
-                if upto[g] != depth:
-                    alone = False
-            if alone and type(edge) is bytearray:
-                edge += page
-                node.n += 1
-                node.crc = None
-                for g in closed:
-                    one = lease.tables[g][at : at + 4]
-                    there[g] += one
-                    moved[g].append(one)
-                    upto[g] = last
-                for g in loose:
-                    one = lease.tables[g][at : at + 4]
-                    mine = there[g]
-                    if mine is None:
-                        mine = bytearray(4 * (node.n - 1))
-                    mine += one
-                    there[g] = mine  # it may have been bytes: what came from host rests
-                    moved[g].append(one)
-                    upto[g] = last
-                    reads = copy.reads[g]
-                    if reads is None:
-                        reads = copy.reads[g] = bytearray(node.n - 1)
-                    reads.append(1)
-                    if host:
-                        _longer(node.host, g, 1)  # type: ignore[arg-type]
-                if closed:
-                    copy.count = node.n
-            else:
+                grows = grows and upto[g] == depth
+            if not grows:
                 duplicates = self.publish(lease, page, depth, last, None, 0)
                 if duplicates:
                     fallen.append((lease, duplicates))
                 continue
+            edge += page
+            node.n = n = node.n + 1
+            node.crc = None
+            for g in closed:
+                one = lease.tables[g][at : at + 4]
+                there[g] += one
+                moved[g].append(one)
+                upto[g] = last
+                copy.count = n
+            for g in loose:
+                one = lease.tables[g][at : at + 4]
+                moved[g].append(one)
+                upto[g] = last
+                mine, reads = there[g], copy.reads[g]
+                if type(mine) is bytearray and reads is not None:
+                    mine += one
+                    reads.append(1)
+                else:
+                    there[g] = bytearray().join((mine or bytes(4 * n - 4), one))  # bytes: what came from host rests
+                    copy.reads[g] = bytearray().join((reads or bytes(n - 1), b"\1"))
+                if host:
+                    _longer(node.host, g, 1)  # type: ignore[arg-type]
             lease.depth = last
             if announcing:
                 tell_page(tree, node, page)
             elif hashing:
                 hash_path(tree, node, depth, last)
             if host:
-                self.offer(lease, depth, last, node)
+                unsaved = lease.unsaved
+                if unsaved is None:
+                    lease.unsaved = [depth, last, node]
+                elif last - unsaved[0] < save_pages:
+                    unsaved[1], unsaved[2] = last, node
+                else:
+                    self.offer(lease, depth, last, node)
         for g in paged:
             if moved[g]:
                 tree.pools[DEVICE][g].hand(b"".join(moved[g]), LEASE, TREE)
@@ -193,26 +200,25 @@ class Publisher:
         lease runs its pages stay on the device: so short spans wait for more, or for the end of the lease."""
         waiting = lease.unsaved
         if waiting is not None:
-            if waiting.last > last:
-                last, node = waiting.last, waiting.node
-            if waiting.first < first:
-                first = waiting.first
+            if waiting[1] > last:
+                last, node = waiting[1], waiting[2]
+            if waiting[0] < first:
+                first = waiting[0]
         if last - first >= self.save_pages or lease.ended:
             self.real.append(Span(first, last, node))
             lease.unsaved = None
         else:
-            lease.unsaved = Span(first, last, node)
+            lease.unsaved = [first, last, node]
 
     def leftover(self, lease: Lease, offered: int) -> Span | None:
         """What a lease that ends has made real and nobody has been told of; `offered` spans were there before."""
+        unsaved, lease.unsaved = lease.unsaved, None
         if len(self.real) == offered:
-            unsaved, lease.unsaved = lease.unsaved, None
-            return unsaved
+            return None if unsaved is None else Span(*unsaved)
         spans = self.real[offered:]
         del self.real[offered:]
-        if lease.unsaved is not None:
-            spans.append(lease.unsaved)
-            lease.unsaved = None
+        if unsaved is not None:
+            spans.append(Span(*unsaved))
         deepest = max(spans, key=lambda span: span.last)
         return Span(min(span.first for span in spans), deepest.last, deepest.node)
 

@@ -62,7 +62,7 @@ def spread(where: Ranges, ids: bytes | bytearray, first: int, last: int) -> byte
     wide = bytearray(4 * (last - first))
     at = 0
     for low, high in where:
-        end = at + 4 * (high - low)
-        wide[4 * (low - first) : 4 * (high - first)] = ids[at:end]
-        at = end
+        begin, end = 4 * (low - first), 4 * (high - first)
+        wide[begin:end] = ids[at : at + end - begin]
+        at += end - begin
     return wide

@@ -14,7 +14,7 @@ from .lease import Holder, Span, hold
 from .node import Copy, Node
 from .pool import FLIGHT
 from .room import Room
-from .runs import HOLE, Ranges, Run, joined, pages_in, ranges, runs, spread
+from .runs import HOLE, Ranges, runs, spread
 from .transfer import Ledger, Operation, Parts, Transfer
 from .tree import Cover, Tree, as_ids
 
@@ -44,10 +44,16 @@ class Saves:
             self._to_save(at, low, high, where, sources)
         if not where:
             return None
-        first = min([spots[0][0] for spots in where.values()])
-        last = max([spots[-1][1] for spots in where.values()])
+        first, last = end, 0
+        need = {}
+        for (_, g), raw in sources.items():
+            spots = where[g]
+            need[g] = len(raw) // 4
+            if spots[0][0] < first:
+                first = spots[0][0]
+            if spots[-1][1] > last:
+                last = spots[-1][1]
         spans = {(DEVICE, g): where[g] for g in self.loose if g in where}
-        need = {g: len(raw) // 4 for (_, g), raw in sources.items()}
         guard = None
         if not self.room.has(HOST, need):
             guard = hold(tree, node, (DEVICE,), (first, last), sources, spans)
@@ -58,10 +64,11 @@ class Saves:
         parts: Parts = {}
         pools, n = tree.pools[HOST], last - first
         for (_, g), raw in sources.items():
-            pair: tuple[bytes | bytearray, bytes | bytearray] = raw, pools[g].take(need[g], FLIGHT)
+            target: bytes | bytearray = pools[g].take(need[g], FLIGHT)
+            source: bytes | bytearray = raw
             if need[g] < n:
-                pair = spread(where[g], pair[0], first, last), spread(where[g], pair[1], first, last)
-            parts[g] = (np.frombuffer(pair[0], np.int32), np.frombuffer(pair[1], np.int32))
+                source, target = spread(where[g], source, first, last), spread(where[g], target, first, last)
+            parts[g] = (np.frombuffer(source, np.int32), np.frombuffer(target, np.int32))
         node.tried = node.device.used
         op = self.ledger.number()
         transfer = Transfer(tree, op, HOST, node, (first, last), parts, where, (DEVICE,), sources, spans)
@@ -121,40 +128,35 @@ class Saves:
         host: Copy = node.host  # type: ignore[assignment]
         kept = host.pages
         first = host.count if host.count > low else low
-        got: list[Run]
         if first < high:
             for g in self.closed:
                 if there[g]:
                     ids = bytes(there[g][4 * first : 4 * high])
-                    got = self._unsaved(node, g, first, ids) if busy else [(start + first, ids)]
-                    _put_down(g, got, where, sources)
+                    for column, run in self._unsaved(node, g, first, ids) if busy else ((start + first, ids),):
+                        _put_down(g, column, run, where, sources)
         for g in self.loose:
             if there[g]:
                 ids = bytes(there[g][4 * low : 4 * high])
                 # Four zero bytes in a row are a hole, or two ids beside each other: only then look closer.
                 if busy or HOLE in ids or (kept[g] and kept[g].count(0, 4 * low, 4 * high) < len(ids)):
-                    got = self._unsaved(node, g, low, ids)
+                    for column, run in self._unsaved(node, g, low, ids):
+                        _put_down(g, column, run, where, sources)
                 else:
-                    got = [(start + low, ids)]
-                _put_down(g, got, where, sources)
+                    _put_down(g, start + low, ids, where, sources)
+        low, high = start + low, start + high
         for g in self.slots:
-            if there[g]:
-                got = [
-                    (depth - 1, slot.to_bytes(4, "little"))
-                    for depth, slot in there[g].items()
-                    if start + low < depth <= start + high
-                    and not (kept[g] and depth in kept[g])
-                    and not (busy and self._under_way(node, g, depth))
-                ]
-                got.sort()
-                _put_down(g, got, where, sources)
+            slots, saved = there[g], kept[g] or ()
+            if slots and next(reversed(slots)) > low:
+                for depth in slots:
+                    if low < depth <= high and depth not in saved and not (busy and self._under_way(node, g, depth)):
+                        _put_down(g, depth - 1, slots[depth].to_bytes(4, "little"), where, sources)
 
     @staticmethod
     def _under_way(node: Node, g: int, depth: int) -> bool:
         """Whether a save of the snapshot at `depth` in `node` is under way."""
         return node.saving is not None and any(save.covers(g, depth - 1) for save in node.saving)
 
-    def _unsaved(self, node: Node, g: int, first: int, ids: bytes) -> list[Run]:
+    def _unsaved(self, node: Node, g: int, first: int, ids: bytes) -> list[tuple[int, bytes]]:
         """Which of `ids`, the device pages of `node` from `first` on, should be saved: the careful way to look."""
         tree = self.tree
         closed = g in tree.closed
@@ -216,7 +218,8 @@ class Saves:
                 path = tree.cover(transfer.node, transfer.first, transfer.last)
             if g == tree.told:
                 ledger.announce(transfer.node, HOST, kept)
-            landed += pages_in(kept)
+            for low, high in kept:
+                landed += high - low
         for node, _, _ in path:
             node.host.used = tree.now  # type: ignore[union-attr]
         return landed
@@ -245,11 +248,15 @@ class Saves:
         return kept
 
 
-def _put_down(g: int, got: list[Run], where: dict[int, Ranges], sources: dict[tuple[int, int], bytes]) -> None:
-    """Add runs of a group, which stand behind those that are there."""
-    if not got:
+def _put_down(g: int, column: int, ids: bytes, where: dict[int, Ranges], sources: dict[tuple[int, int], bytes]) -> None:
+    """Add a run of pages of a group, which stands behind those that are there."""
+    end = column + len(ids) // 4
+    if g not in where:
+        where[g], sources[DEVICE, g] = [(column, end)], ids
         return
-    spots, raw = ranges(got), joined(got)
-    if g in where:
-        spots, raw = where[g] + spots, sources[DEVICE, g] + raw
-    where[g], sources[DEVICE, g] = spots, raw
+    spots = where[g]
+    if spots[-1][1] == column:
+        spots[-1] = (spots[-1][0], end)
+    else:
+        spots.append((column, end))
+    sources[DEVICE, g] += ids

@@ -9,7 +9,7 @@ from __future__ import annotations
 from .flight import Flight, Snapshot
 from .follow import Follower
 from .group import DEVICE
-from .lease import Holder, Lease, PageCopy
+from .lease import Lease, PageCopy
 from .pool import FLIGHT, LEASE
 from .publish import Publisher
 from .room import Room
@@ -24,6 +24,7 @@ class Snapshots:
         self.room = room
         self.follower = follower
         self.publisher = publisher
+        self.one = dict.fromkeys(tree.slots, 1)
         self.counts = {
             "checkpoints": 0,
             "checkpoints_skipped": 0,
@@ -33,22 +34,18 @@ class Snapshots:
         }
 
     def opening(self, lease: Lease, flight: Flight) -> list[PageCopy]:
-        """The copies that must run before the lease's next batch. Their sources are held until the step is done."""
+        """The copies that must run before the lease's next batch. Their sources are read until the step is over."""
         tree = self.tree
         if lease.opened:
             return []
         lease.opened = True
-        copies = [
-            PageCopy(tree.groups[g].name, lease.seed.get(g, 0), lease.working[g], tree.page_size, "before")
-            for g in tree.slots
-        ]
+        copies = []
+        for g in tree.slots:
+            copy = tree.groups[g].name, lease.seed.get(g, 0), lease.working[g], tree.page_size, "before"
+            copies.append(_new(PageCopy, copy))
         if lease.seed:
-            ids = {(DEVICE, g): slot.to_bytes(4, "little") for g, slot in lease.seed.items()}
-            if not lease.detached:
-                depth = lease.seed_depth
-                node = tree.node_at(lease.node, depth)
-                flight.holders.append(Holder(tree, node, (DEVICE,), (depth - 1, depth), ids))
-                lease.seed = {}
+            lease.opened_at = flight.step
+            flight.opened.append(lease)
         if lease.source is not None:
             for (_, g), page in lease.source.pages.items():
                 if lease.upto[g] > lease.boundary:
@@ -65,8 +62,7 @@ class Snapshots:
         if not tree.slots or lease.detached or not lease.writes:
             self._skip_cut(lease, page)
             return []
-        need = dict.fromkeys(tree.slots, 1)
-        if not self.room.has(DEVICE, need) and not self._make_room(lease, need):
+        if not self.room.has(DEVICE, self.one) and not self._make_room(lease, self.one):
             self.counts["checkpoints_skipped"] += 1
             self._skip_cut(lease, page)
             return []
@@ -74,7 +70,7 @@ class Snapshots:
         for g in tree.slots:
             slot = slots[g] = tree.pools[DEVICE][g].allocate_one(FLIGHT)
             copies.append(_new(PageCopy, (tree.groups[g].name, lease.working[g], slot, tree.page_size, "after")))
-        flight.snapshots.append(Snapshot(lease, page, slots, rolling))
+        flight.snapshots.append(_new(Snapshot, (lease, page, slots, rolling)))
         self.counts["checkpoints"] += 1
         return copies
 

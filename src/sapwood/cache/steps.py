@@ -154,6 +154,9 @@ class Steps:
             return
         for lease in flight.ended:
             self._drop(lease, FLIGHT)
+        for lease in flight.opened:
+            if lease.opened_at == flight.step:
+                self.follower.unseed(lease)
         for holder in flight.holders:
             holder.let_go(self.tree)
         self._free(flight.freed)

@@ -16,7 +16,7 @@ from .namespace import Namespace
 from .node import Copy, Node
 from .pool import FLIGHT, TREE, Ids
 from .readers import unread_columns
-from .runs import Ranges, pages_in, runs
+from .runs import Ranges, runs
 from .tree import Cover, Tree
 
 Parts = dict[int, tuple[Ids, Ids]]
@@ -128,12 +128,16 @@ class Ledger:
 
     def tree_owns(self, transfer: Transfer, groups: list[int], kept: Ranges) -> int:
         """The pages that came for the ranges `kept` are the tree's now. Returns how many."""
-        n, base = pages_in(kept), transfer.first
+        n, base = 0, transfer.first
+        for low, high in kept:
+            n += high - low
         for g in groups if n else ():
             ids = transfer.parts[g][1]
-            if n < len(ids):
+            if len(kept) == 1:
+                ids = ids[kept[0][0] - base : kept[0][1] - base]
+            elif n < len(ids):
                 ids = np.concatenate([ids[low - base : high - base] for low, high in kept])
-            self.tree.pools[transfer.tier][g].move(ids, FLIGHT, TREE)
+            self.tree.pools[transfer.tier][g].hand(ids.tobytes(), FLIGHT, TREE)
         return n
 
     def land_loose(self, transfer: Transfer, g: int, where: Ranges, path: Cover) -> Ranges:

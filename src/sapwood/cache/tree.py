@@ -594,13 +594,17 @@ class Tree:
         copy: Copy = node.host if tier else node.device  # type: ignore[assignment]
         slots = copy.pages[g]
         if slots is None:
-            slots = copy.pages[g] = {}
+            copy.pages[g] = {depth: slot}
         elif depth in slots:
             pool.release_one(slot, FLIGHT)
             return False
+        else:
+            deepest = next(reversed(slots), 0)
+            slots[depth] = slot
+            if depth < deepest:
+                copy.pages[g] = dict(sorted(slots.items()))
         pool.move_one(slot, FLIGHT, TREE)
         pool.idle += 1
-        slots[depth] = slot
         if copy.seen is None:
             copy.seen = {}
         copy.seen[depth] = self.now
