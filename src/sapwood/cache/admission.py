@@ -17,7 +17,7 @@ from .readers import idle_in, read
 from .room import Room
 from .runs import HOLE
 from .transfer import Operation, Transfer
-from .tree import Tree
+from .tree import Tree, use_slot
 
 
 class Wish(NamedTuple):
@@ -44,6 +44,7 @@ class Keep(NamedTuple):
 
 NOTHING_KEPT = Keep()
 _NO_SLOTS: dict[int, int] = {}
+_Window = tuple[int, int, int, bytes]  # a group, the columns [low, end) it reads, and the pages there
 
 
 class Desk:
@@ -53,7 +54,6 @@ class Desk:
         self.tree = tree
         self.room = room
         self.loads = loads
-        self.plain = not (tree.loose or tree.slots)
 
     def wish(self, match: Match, upto: int) -> Wish:
         """What it takes to admit `match` and give it pages up to token `upto`."""
@@ -179,10 +179,7 @@ class Desk:
         """A lease on everything `match` promised, with private pages up to token `upto`; or None, nothing changed."""
         tree, room = self.tree, self.room
         if match.sibling is None:
-            if not self.plain:
-                lease = self._admit_resident(match, upto, keep)
-            else:
-                lease = self._admit_plain(match, upto, keep) if match.path.tier == DEVICE else None
+            lease = self._admit_resident(match, upto, keep)
             if lease is not None:
                 return lease, None
         wish = self.wish(match, upto)
@@ -216,67 +213,26 @@ class Desk:
             self.extend(lease, {g: wish.need[g] for g in tree.paged if wish.need[g]})
         return lease, operation
 
-    def _admit_plain(self, match: Match, upto: int, keep: Keep) -> Lease | None:
-        """`admit`, if it is as simple as it mostly is: closed groups alone, everything on the device, and free pages
-        enough. None if it is not; then nothing has changed."""
-        tree = self.tree
-        size, depth = tree.page_size, match.depth
-        columns = -(-upto // size)
-        need = columns - depth if columns > depth else 0
-        ahead = -(-keep.tokens // size) - depth
-        most = (ahead if ahead > need else need) + keep.pages
-        pools = tree.pools[DEVICE]
-        for g in tree.closed:
-            if most > pools[g].counts[FREE]:
-                return None
-        lease, nodes = self._anchored(match, depth)
-        for g in tree.closed:
-            table = lease.tables[g] = bytearray().join([node.device.pages[g] for node in nodes])
-            lease.upto[g] = depth
-            if need:
-                table += pools[g].take(need, LEASE)
-        if tree.promises:
-            note_promises(tree, lease)
-        return lease
-
     def _admit_resident(self, match: Match, upto: int, keep: Keep) -> Lease | None:
         """`admit`, if everything it reads is on the device and free pages are enough, as mostly; slots may have to be
         evicted. None if it is not so; then nothing has changed."""
         tree, path = self.tree, match.path
-        size, boundary, pools = tree.page_size, match.boundary, tree.pools[DEVICE]
-        depth = match.depth
+        boundary, depth, pools = match.boundary, match.depth, tree.pools[DEVICE]
         if path.tier and tree.closed:
             depth = path.device_closed(path.depth)
             if depth < boundary:
                 return None
-        columns = -(-upto // size)
-        more = max(0, -(-keep.tokens // size) - max(columns, depth)) + keep.pages
+        columns = -(-upto // tree.page_size)
         need = columns - depth if columns > depth else 0
+        most = need + keep.pages
+        if keep.tokens:
+            most += max(0, -(-keep.tokens // tree.page_size) - max(columns, depth))
         for g in tree.closed:
-            if need + more > pools[g].counts[FREE]:
+            if most > pools[g].counts[FREE]:
                 return None
-        windows = []
-        for g in tree.loose:
-            family = tree.families[g]
-            spans = family.columns(boundary, match.length)
-            if len(spans) > 1 or (spans and spans[0][1] != boundary):
-                return None
-            low = spans[0][0] if spans else boundary
-            end = depth if depth > boundary and (family.reads_promised or not tree.promises) else boundary
-            raw = path.device_raw(g, low, end)
-            if raw is None or max(0, columns - end) + keep.rows > pools[g].counts[FREE]:
-                return None
-            windows.append((g, low, end, raw))
-        seat = None
-        if tree.slots and boundary:
-            seat = path.holding(boundary)
-        for g in tree.slots:
-            pool = pools[g]
-            seed = (seat.device.pages[g] or _NO_SLOTS).get(boundary, 0) if seat is not None else 0
-            if seat is not None and not seed:
-                return None
-            if not pool.counts[FREE] and pool.idle <= (seed > 0 and not pool.read_by(seed)):
-                return None
+        windows = self._windows_here(match, depth, columns, keep) if tree.loose else ()
+        if windows is None or (tree.slots and not self._slots_here(path, boundary)):
+            return None
         lease, nodes = self._anchored(match, depth)
         for g in tree.closed:
             table = lease.tables[g] = bytearray().join([node.device.pages[g] for node in nodes])
@@ -287,27 +243,64 @@ class Desk:
             table = lease.tables[g] = bytearray(4 * low)
             table += raw
             lease.low[g], lease.upto[g] = low, end
-            if low < end:
-                read(tree, lease.node, DEVICE, g, low, end)
+            read(tree, lease.node, DEVICE, g, low, end)
             if columns > end:
                 table += pools[g].take(columns - end, LEASE)
-        if seat is not None:
-            seat = tree.node_at(lease.node, boundary)  # the anchor may have been cut out of it
+        if tree.slots:
+            self._take_slots(lease, boundary)
+        if tree.promises:
+            note_promises(tree, lease)
+        if match.cuts:
+            self._will_snapshot(lease, match)
+        return lease
+
+    def _windows_here(self, match: Match, depth: int, columns: int, keep: Keep) -> list[_Window] | None:
+        """Of groups that are not closed: what a lease reads, if that is one run of pages of the device and there are
+        free pages for the rest."""
+        tree, boundary = self.tree, match.boundary
+        windows = []
+        for g in tree.loose:
+            family = tree.families[g]
+            spans = family.columns(boundary, match.length)
+            if len(spans) > 1 or (spans and spans[0][1] != boundary):
+                return None
+            low = spans[0][0] if spans else boundary
+            end = depth if depth > boundary and (family.reads_promised or not tree.promises) else boundary
+            raw = match.path.device_raw(g, low, end)
+            if raw is None or max(0, columns - end) + keep.rows > tree.pools[DEVICE][g].counts[FREE]:
+                return None
+            windows.append((g, low, end, raw))
+        return windows
+
+    def _slots_here(self, path: Path, boundary: int) -> bool:
+        """Whether the device has the snapshots at `boundary`, and a working slot free, or one that can go."""
+        tree = self.tree
+        place = path.holding(boundary).device if boundary else None
+        for g in tree.slots:
+            pool, seed = tree.pools[DEVICE][g], 0
+            if place is not None:
+                seed = (place.pages[g] or _NO_SLOTS).get(boundary, 0)
+                if not seed:
+                    return False
+            if not pool.counts[FREE] and pool.idle <= (seed > 0 and not pool.readers[seed]):
+                return False
+        return True
+
+    def _take_slots(self, lease: Lease, boundary: int) -> None:
+        """The lease reads the snapshots at `boundary` and gets its working slots: they are there."""
+        tree, pools = self.tree, self.tree.pools[DEVICE]
+        if boundary:
             lease.seed_depth = boundary
-            seat.device.seen[boundary] = tree.now  # type: ignore[index]
+            place = tree.node_at(lease.node, boundary).device
+            use_slot(place, boundary, tree.now)
             for g in tree.slots:
-                slot = lease.seed[g] = seat.device.pages[g][boundary]
+                slot = lease.seed[g] = place.pages[g][boundary]
                 pools[g].read_one(slot)
         for g in tree.slots:
             if not pools[g].counts[FREE]:  # all that it reads is held: who goes now is somebody else's
                 tree.queues[g, DEVICE].evict(1)
             slot = lease.working[g] = pools[g].allocate_one(LEASE)
             lease.tables[g] += slot.to_bytes(4, "little")
-        if tree.promises:
-            note_promises(tree, lease)
-        if match.cuts:
-            self._will_snapshot(lease, match)
-        return lease
 
     def _will_snapshot(self, lease: Lease, match: Match) -> None:
         """Let others know at which page ends this request will leave a snapshot."""
@@ -371,7 +364,7 @@ class Desk:
         if tree.slots and match.boundary:
             lease.seed_depth = match.boundary
             if wish.seeds:
-                tree.node_at(lease.node, match.boundary).device.seen[match.boundary] = tree.now  # type: ignore[index]
+                use_slot(tree.node_at(lease.node, match.boundary).device, match.boundary, tree.now)
             for g, slot in wish.seeds.items():
                 tree.pools[DEVICE][g].read_one(slot)
                 lease.seed[g] = slot

@@ -298,7 +298,7 @@ class _Check:
                     f"{pool.name}: page {int(wrong[0])} is kept as owner {int(kept[wrong[0]])}, "
                     f"is really with {int(seen[wrong[0]])}"
                 )
-                counted = pool.read_counts()
+                counted = pool.readers
                 wrong = (readers != counted).nonzero()[0]
                 assert not len(wrong), (
                     f"{pool.name}: page {int(wrong[0])} has {int(readers[wrong[0]])} readers, "

@@ -16,7 +16,7 @@ from .path import Path
 from .pool import FLIGHT, LEASE
 from .readers import read, unread
 from .runs import HOLE, present, runs
-from .tree import Tree
+from .tree import Tree, use_slot
 
 _id = Struct("<i").unpack_from
 _CROWD = 255
@@ -225,7 +225,7 @@ class Follower:
         if not boundary:
             return
         at = tree.node_at(lease.node, boundary).device
-        at.seen[boundary] = tree.now  # type: ignore[index]
+        use_slot(at, boundary, tree.now)
         for g in tree.slots:
             slot = lease.seed[g] = at.pages[g][boundary]
             tree.pools[DEVICE][g].read_one(slot)

@@ -278,7 +278,7 @@ class Holder:
     def detach(self, tree: Tree) -> None:
         for (tier, g), ids in self.pages.items():
             if g in tree.closed:
-                tree.pools[tier][g].read_raw(ids)
+                tree.pools[tier][g].read(np.frombuffer(ids, np.int32))
         for (tier, g), where in self.spans.items():  # those that are there: some may have been withdrawn
             self.pages[tier, g] = _pages_in(tree, self.node, tier, g, where)
         self.detached = True
@@ -287,7 +287,7 @@ class Holder:
         del self.root.holders[self]
         if self.detached:
             for (tier, g), ids in self.pages.items():
-                tree.pools[tier][g].unread_raw(ids)
+                tree.pools[tier][g].unread(np.frombuffer(ids, np.int32))
             tree.forget_if_empty(self.root)
             return
         for (tier, g), where in self.spans.items():

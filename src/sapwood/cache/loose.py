@@ -6,6 +6,7 @@ window. Only when nothing of that is left, the second gives up the windows thems
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import TYPE_CHECKING
 
@@ -40,7 +41,7 @@ class LooseQueue:
         bit = self.bits[0]
         if not copy.queued & bit:
             copy.queued |= bit
-            used = min(copy.seen.values()) if self.slot and copy.seen else copy.used
+            used = next(iter(copy.seen.values())) if self.slot and copy.seen else copy.used
             heappush(self.heaps[0], (used, node.seq, node))
 
     def _push(self, node: Node, copy: Copy, heap: int) -> None:
@@ -76,26 +77,31 @@ class LooseQueue:
         """`node` stands first in the queue, for a snapshot last used at `used`, if it still has it. Let go of its
         oldest one that nobody reads, or put the node where that one belongs."""
         tree, g, tier, heap = self.tree, self.g, self.tier, self.heaps[0]
-        reads, seen = tree.pools[tier][g].readers, copy.seen or {}
-        idle = [(seen[depth], depth) for depth, slot in (copy.pages[g] or {}).items() if not reads[slot]]
-        oldest = min(idle, default=(0, 0))
-        if oldest[0] > used:
-            heapreplace(heap, (oldest[0], node.seq, node))
-            return 0
-        taken = 0
-        if idle:
-            tree.drop_slot(node, tier, g, oldest[1])
+        idle = self._idle_slots(copy)
+        oldest, following = next(idle, 0), 0
+        if oldest:
+            assert copy.seen is not None
+            if copy.seen[oldest] > used:
+                heapreplace(heap, (copy.seen[oldest], node.seq, node))
+                return 0
+            following = next(idle, 0)
+            if following:
+                heapreplace(heap, (copy.seen[following], node.seq, node))
+            tree.drop_slot(node, tier, g, oldest)
             tree.count_evicted(node, tier, g, 1)
-            idle.remove(oldest)
-            taken = 1
-        if idle:
-            heapreplace(heap, (min(idle)[0], node.seq, node))
-        else:
+        if not following:
             heappop(heap)
             copy.queued &= ~self.bits[0]
-            if taken:
+            if oldest:
                 tree.sweep_evicted(node)
-        return taken
+        return 1 if oldest else 0
+
+    def _idle_slots(self, copy: Copy) -> Iterator[int]:
+        """Where snapshots stand that nobody reads, the least recently used first."""
+        slots, reads = copy.pages[self.g], self.tree.pools[self.tier][self.g].readers
+        for depth in copy.seen or ():
+            if slots and depth in slots and not reads[slots[depth]]:
+                yield depth
 
     def _take(self, node: Node, copy: Copy, which: int, need: int) -> int:
         tree, g, tier = self.tree, self.g, self.tier

@@ -27,7 +27,7 @@ class Copy:
     pages   by group: closed: `count` int32 ids as bytes; not closed: n ids, 0 = hole, or None; slots: by the depth at
             which a snapshot stands (in order), or None
     reads   by group that is not closed: how many read each column, or None if nobody ever did (see readers.py)
-    seen    by depth: when a snapshot that stands there was last used
+    seen    by depth: when a snapshot that stands there was last used, the longest ago first
     used    when somebody last used it (step counter); queued: bits of the eviction queues it stands in
     """
 

@@ -113,7 +113,7 @@ class Snapshots:
         if snapshot.rolling:
             if lease.rolling and lease.rolling != page:
                 for g, slot in self._rolling(lease).items():
-                    if not tree.pools[DEVICE][g].read_by(slot):
+                    if not tree.pools[DEVICE][g].readers[slot]:
                         tree.drop_slot(tree.node_at(lease.node, lease.rolling), DEVICE, g, lease.rolling)
             lease.rolling = page
 

@@ -32,6 +32,16 @@ def as_ids(pages: bytes | bytearray) -> Ids:
     return np.frombuffer(bytes(pages), np.int32)
 
 
+def use_slot(copy: Copy, depth: int, now: int) -> None:
+    """The snapshot at `depth` is used now: `seen` is kept in the order in which snapshots were last used."""
+    seen = copy.seen
+    if seen is None:
+        copy.seen = {depth: now}
+    else:
+        seen.pop(depth, 0)
+        seen[depth] = now
+
+
 class Shelf:
     """The closed pages of one tier: how many could be evicted, and in what order their leaves go."""
 
@@ -605,9 +615,7 @@ class Tree:
                 copy.pages[g] = dict(sorted(slots.items()))
         pool.move_one(slot, FLIGHT, TREE)
         pool.idle += 1
-        if copy.seen is None:
-            copy.seen = {}
-        copy.seen[depth] = self.now
+        use_slot(copy, depth, self.now)
         self.queues[g, tier].add(node, copy)
         return True
 

@@ -39,7 +39,8 @@ def unhook(tree: Tree, root: Root, silently: bool) -> None:
             if not copy.holds:
                 tree.shelves[t].evictable -= copy.count
             for g in tree.loose:  # from now on the readers of these pages are counted by page
-                tree.pools[t][g].count_readers(counts(copy, g, node.start))
+                for page, count in counts(copy, g, node.start).items():
+                    tree.pools[t][g].readers[page] = count
             for g in range(len(tree.groups)):
                 held = copy.pages[g]
                 if held:
