@@ -235,17 +235,16 @@ class Desk:
             return None
         lease, nodes = self._anchored(match, depth)
         for g in tree.closed:
-            table = lease.tables[g] = bytearray().join([node.device.pages[g] for node in nodes])
-            lease.upto[g] = depth
+            parts = [node.device.pages[g] for node in nodes]
             if need:
-                table += pools[g].take(need, LEASE)
+                parts.append(pools[g].take(need, LEASE))
+            lease.tables[g] = bytearray().join(parts)
+            lease.upto[g] = depth
         for g, low, end, raw in windows:
-            table = lease.tables[g] = bytearray(4 * low)
-            table += raw
+            more = pools[g].take(columns - end, LEASE) if columns > end else b""
+            lease.tables[g] = bytearray().join((bytes(4 * low), raw, more))
             lease.low[g], lease.upto[g] = low, end
             read(tree, lease.node, DEVICE, g, low, end)
-            if columns > end:
-                table += pools[g].take(columns - end, LEASE)
         if tree.slots:
             self._take_slots(lease, boundary)
         if tree.promises:

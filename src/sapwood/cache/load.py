@@ -53,12 +53,13 @@ class Loads:
         parts: Parts = {}
         where = {g: runs(columns) for g, (columns, _) in wanted.items()}
         spans = {(HOST, g): where[g] for g in tree.loose if g in where}
+        came = {}
         for g, (_, ids) in wanted.items():
-            targets = tree.pools[DEVICE][g].take(len(ids), FLIGHT)
+            targets = came[g] = tree.pools[DEVICE][g].take(len(ids), FLIGHT)
             wide = spread(where[g], ids.tobytes(), first, last), spread(where[g], targets, first, last)
             parts[g] = (as_ids(wide[0]), as_ids(wide[1]))
         op, both = self.ledger.number(), (DEVICE, HOST)
-        transfer = Transfer(tree, op, DEVICE, node, (first, last), parts, where, both, held, spans)
+        transfer = Transfer(tree, op, DEVICE, node, (first, last), parts, where, came, both, held, spans)
         operation = self.ledger.begin(transfer)
         transfer.waiters.append(lease)
         lease.waits.append(transfer)
@@ -203,7 +204,8 @@ class Loads:
                 continue
             tree.put_closed(node, DEVICE, {g: transfer.parts[g][1][a - base : b - base].tobytes() for g in closed})
             kept.append((a, b))
-        self.ledger.tree_owns(transfer, closed, kept)
+        for g in closed:
+            self.ledger.tree_owns(transfer, g, kept)
         return kept
 
     def _take(self, lease: Lease, g: int) -> None:

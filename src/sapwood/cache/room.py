@@ -46,11 +46,11 @@ class Room:
 
     def make(self, tier: int, need: Mapping[int, int]) -> None:
         """Evict until every group has its pages free. Closed groups first: what falls with them helps the others."""
-        if self.has(tier, need):
-            return
         tree = self.tree
         pools = tree.pools[tier]
-        short = max((need.get(g, 0) - pools[g].free for g in tree.closed), default=0)
+        short = 0
+        for g in tree.closed:
+            short = max(short, need.get(g, 0) - pools[g].free)
         if short > 0:
             tree.evict_closed(tier, short)
         for g, n in need.items():

@@ -55,6 +55,21 @@ def joined(pieces: list[Run]) -> bytes:
     return bytes(pieces[0][1]) if len(pieces) == 1 else b"".join([ids for _, ids in pieces])
 
 
+def picked(where: Ranges, ids: bytes, wanted: Ranges) -> bytes:
+    """Of `ids`, which stand in the ranges `where`, those in the ranges `wanted`, all of which lie within them."""
+    if wanted == where:
+        return ids
+    parts = []
+    for low, high in wanted:
+        at = 0
+        for first, last in where:
+            if first <= low < last:
+                parts.append(ids[4 * (at + low - first) : 4 * (at + high - first)])
+                break
+            at += last - first
+    return b"".join(parts)
+
+
 def spread(where: Ranges, ids: bytes | bytearray, first: int, last: int) -> bytes | bytearray:
     """`ids` in their ranges of the pages [first, last), 0 elsewhere."""
     if len(ids) == 4 * (last - first):

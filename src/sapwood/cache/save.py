@@ -14,7 +14,7 @@ from .lease import Holder, Span, hold
 from .node import Copy, Node
 from .pool import FLIGHT
 from .room import Room
-from .runs import HOLE, Ranges, runs, spread
+from .runs import HOLE, Ranges, picked, runs, spread
 from .transfer import Ledger, Operation, Parts, Transfer
 from .tree import Cover, Tree, as_ids
 
@@ -62,16 +62,18 @@ class Saves:
                 self.ledger.counts["saves_skipped"] += 1
                 return None
         parts: Parts = {}
+        came = {}
         pools, n = tree.pools[HOST], last - first
-        for (_, g), raw in sources.items():
-            target: bytes | bytearray = pools[g].take(need[g], FLIGHT)
-            source: bytes | bytearray = raw
+        source: bytes | bytearray
+        target: bytes | bytearray
+        for (_, g), source in sources.items():
+            target = came[g] = pools[g].take(need[g], FLIGHT)
             if need[g] < n:
                 source, target = spread(where[g], source, first, last), spread(where[g], target, first, last)
             parts[g] = (np.frombuffer(source, np.int32), np.frombuffer(target, np.int32))
         node.tried = node.device.used
         op = self.ledger.number()
-        transfer = Transfer(tree, op, HOST, node, (first, last), parts, where, (DEVICE,), sources, spans)
+        transfer = Transfer(tree, op, HOST, node, (first, last), parts, where, came, (DEVICE,), sources, spans)
         if guard is not None:
             guard.let_go(tree)
         for at, low, high in path:
@@ -226,11 +228,10 @@ class Saves:
 
     def _land_closed(self, transfer: Transfer, where: Ranges, path: Cover) -> Ranges:
         """Host copies of closed groups: the first pages of each node. A gap before them becomes a node of its own."""
-        tree, base = self.tree, transfer.first
-        targets = {g: transfer.parts[g][1].tobytes() for g in tree.closed}
+        tree = self.tree
         kept: Ranges = []
-        for low, high in reversed(where):
-            whole = low == base and high == transfer.last
+        for low, high in where:
+            whole = low == transfer.first and high == transfer.last
             for node, first, last in path if whole else tree.cover(transfer.node, low, high):
                 copy: Copy = node.host  # type: ignore[assignment]
                 a, b = node.start + first, node.start + last
@@ -242,9 +243,13 @@ class Saves:
                     a = node.start + known
                 elif copy.count < first:
                     tree.split(node, first)
-                tree.put_closed(node, HOST, {g: ids[4 * (a - base) : 4 * (b - base)] for g, ids in targets.items()})
-                kept.append((a, b))
-        self.ledger.tree_owns(transfer, tree.closed, kept)
+                here = [(a, b)]
+                came = {g: picked(transfer.ranges[g], transfer.came[g], here) for g in tree.closed}
+                tree.put_closed(node, HOST, came)
+                kept += here
+        kept.sort()
+        for g in tree.closed:
+            self.ledger.tree_owns(transfer, g, kept)
         return kept
 
 

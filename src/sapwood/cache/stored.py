@@ -218,7 +218,8 @@ class Stored:
         where = {g: spans for g, all_of in fetch.ranges.items() if (spans := _within(all_of, first, end))}
         nothing = np.zeros(0, np.int32)
         parts = {g: (nothing, fetch.targets[g][: end - first]) for g in where}
-        transfer = Transfer(tree, fetch.op, HOST, node, (first, end), parts, where, (HOST,), {}, {})
+        came = {g: targets[targets != 0].tobytes() for g, (_, targets) in parts.items()}
+        transfer = Transfer(tree, fetch.op, HOST, node, (first, end), parts, where, came, (HOST,), {}, {})
         landed = self.saves.land(transfer, tree.cover(node, first, end))
         ledger.count(transfer, "fetched", landed)
         transfer.let_go(tree)  # a node that nothing came for is swept now

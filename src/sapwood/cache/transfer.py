@@ -16,8 +16,8 @@ from .namespace import Namespace
 from .node import Copy, Node
 from .pool import FLIGHT, TREE, Ids
 from .readers import unread_columns
-from .runs import Ranges, runs
-from .tree import Cover, Tree
+from .runs import Ranges, picked, runs
+from .tree import Cover, Tree, as_ids
 
 Parts = dict[int, tuple[Ids, Ids]]
 _new = tuple.__new__  # a NamedTuple in a third of the time
@@ -35,7 +35,7 @@ class Operation(NamedTuple):
 class Transfer(Holder):
     """One save or load between its begin and its acknowledgement: a holder of what it reads."""
 
-    __slots__ = ("after", "first", "last", "op", "parts", "ranges", "tier", "waiters")
+    __slots__ = ("after", "came", "first", "last", "op", "parts", "ranges", "tier", "waiters")
 
     def __init__(
         self,
@@ -46,6 +46,7 @@ class Transfer(Holder):
         columns: tuple[int, int],
         parts: Parts,
         where: dict[int, Ranges],
+        came: dict[int, bytes],
         tiers: tuple[int, ...],
         reads: dict[tuple[int, int], bytes],
         spans: dict[tuple[int, int], Ranges],
@@ -57,6 +58,7 @@ class Transfer(Holder):
         self.first, self.last = columns
         self.parts = parts
         self.ranges = where  # by group: which pages are moved
+        self.came = came  # by group: the pages they are moved to, one after the other
         self.waiters: list[Lease] = []
         self.after: list[Transfer] = []  # loads further down the path that arrived before this one
 
@@ -117,76 +119,70 @@ class Ledger:
         transfer.node.root.tally[f"{what}_pages"] += pages
 
     def free_targets(self, transfer: Transfer) -> None:
-        for g, (_, targets) in transfer.parts.items():
-            self.tree.pools[transfer.tier][g].release(targets[targets != 0], FLIGHT)
+        for g, raw in transfer.came.items():
+            self.tree.pools[transfer.tier][g].give(raw, FLIGHT)
 
     def free_columns(self, transfer: Transfer, low: int, high: int) -> None:
         """Give back the targets of closed groups for pages [low, high): they are there already."""
         for g in self.tree.closed:
-            ids = transfer.parts[g][1][low - transfer.first : high - transfer.first]
-            self.tree.pools[transfer.tier][g].release(ids[ids != 0], FLIGHT)
+            ids = picked(transfer.ranges[g], transfer.came[g], [(low, high)])
+            self.tree.pools[transfer.tier][g].give(ids, FLIGHT)
 
-    def tree_owns(self, transfer: Transfer, groups: list[int], kept: Ranges) -> int:
-        """The pages that came for the ranges `kept` are the tree's now. Returns how many."""
-        n, base = 0, transfer.first
-        for low, high in kept:
-            n += high - low
-        for g in groups if n else ():
-            ids = transfer.parts[g][1]
-            if len(kept) == 1:
-                ids = ids[kept[0][0] - base : kept[0][1] - base]
-            elif n < len(ids):
-                ids = np.concatenate([ids[low - base : high - base] for low, high in kept])
-            self.tree.pools[transfer.tier][g].hand(ids.tobytes(), FLIGHT, TREE)
-        return n
+    def tree_owns(self, transfer: Transfer, g: int, kept: Ranges) -> None:
+        """The pages of a group that came for the ranges `kept` are the tree's now."""
+        if kept:
+            ids = picked(transfer.ranges[g], transfer.came[g], kept)
+            self.tree.pools[transfer.tier][g].hand(ids, FLIGHT, TREE)
 
     def land_loose(self, transfer: Transfer, g: int, where: Ranges, path: Cover) -> Ranges:
         """Put pages into the holes of a path; where one was filled meanwhile, free. Returns the filled ranges.
         `path` is what the whole transfer covers."""
-        tree, tier, base = self.tree, transfer.tier, transfer.first
+        tree, tier = self.tree, transfer.tier
         queue = tree.queues[g, tier]
-        ids = transfer.parts[g][1].tobytes()
+        raw = transfer.came[g]
         kept: Ranges = []
         for begin, end in where:
-            whole = begin == base and end == transfer.last
+            whole = begin == transfer.first and end == transfer.last
             for at, low, high in path if whole else tree.cover(transfer.node, begin, end):
                 copy: Copy = at.host if tier else at.device  # type: ignore[assignment]
                 pages = copy.pages[g]
                 a, b = at.start + low, at.start + high
                 if pages is None:
                     pages = copy.pages[g] = bytearray(4 * at.n)
+                ids = raw[4 * (a - begin) : 4 * (b - begin)]
                 here = [(a, b)]
-                if pages.count(0, 4 * low, 4 * high) == 4 * (high - low):
-                    pages[4 * low : 4 * high] = ids[4 * (a - base) : 4 * (b - base)]
+                if pages.count(0, 4 * low, 4 * high) == len(ids):
+                    pages[4 * low : 4 * high] = ids
                 else:
-                    here = self._land_in_holes(transfer, g, at, low, high)
+                    here = self._land_in_holes(as_ids(ids), g, at, tier, low, high)
                 for a, b in here:
                     tree.pools[tier][g].idle += unread_columns(copy, g, a - at.start, b - at.start)
                 kept += here
                 queue.add(at, copy)
-        self.tree_owns(transfer, [g], kept)
+            raw = raw[4 * (end - begin) :]
+        kept.sort()
+        self.tree_owns(transfer, g, kept)
         return kept
 
-    def _land_in_holes(self, transfer: Transfer, g: int, node: Node, low: int, high: int) -> Ranges:
+    def _land_in_holes(self, ids: Ids, g: int, node: Node, tier: int, low: int, high: int) -> Ranges:
         """`land_loose` for pages [low, high) of `node`, some of which are there already."""
-        tree, tier = self.tree, transfer.tier
+        tree = self.tree
         begin = node.start + low
         view = np.frombuffer(tree.copy_in(node, tier).pages[g], np.int32)[low:high]
-        ids = transfer.parts[g][1][begin - transfer.first : begin - transfer.first + high - low]
         taken = view != 0
         tree.pools[tier][g].release(ids[taken], FLIGHT)
         view[~taken] = ids[~taken]
         return [(begin + a, begin + b) for a, b in runs((~taken).nonzero()[0].astype(np.int32))]
 
     def land_slot(self, transfer: Transfer, g: int, where: Ranges) -> Ranges:
-        targets = transfer.parts[g][1]
-        kept = []
-        for low, high in where:
-            for column in range(low, high):
-                at = self.tree.node_at(transfer.node, column + 1)
-                if self.tree.put_slot(at, transfer.tier, g, column + 1, int(targets[column - transfer.first])):
-                    kept.append((column, column + 1))
-        return kept
+        tree, tier = self.tree, transfer.tier
+        slots = iter(memoryview(transfer.came[g]).cast("i"))
+        return [
+            (depth - 1, depth)
+            for low, high in where
+            for depth in range(low + 1, high + 1)
+            if tree.put_slot(tree.node_at(transfer.node, depth), tier, g, depth, next(slots))
+        ]
 
     def announce(self, node: Node, tier: int, ranges: Ranges) -> None:
         """Tell of ranges that came, those nearest the root first, neighbours in one breath."""
