@@ -18,6 +18,8 @@ from .runs import HOLE, Ranges, picked, runs, spread
 from .transfer import Ledger, Operation, Parts, Transfer
 from .tree import Cover, Tree, as_ids
 
+_INT32 = np.dtype(np.int32)  # numpy looks a type up, which takes as long as all the rest of `frombuffer`
+
 
 class Saves:
     def __init__(self, tree: Tree, room: Room, ledger: Ledger) -> None:
@@ -70,7 +72,7 @@ class Saves:
             target = came[g] = pools[g].take(need[g], FLIGHT)
             if need[g] < n:
                 source, target = spread(where[g], source, first, last), spread(where[g], target, first, last)
-            parts[g] = (np.frombuffer(source, np.int32), np.frombuffer(target, np.int32))
+            parts[g] = (np.frombuffer(source, _INT32), np.frombuffer(target, _INT32))
         node.tried = node.device.used
         op = self.ledger.number()
         transfer = Transfer(tree, op, HOST, node, (first, last), parts, where, came, (DEVICE,), sources, spans)
@@ -147,11 +149,15 @@ class Saves:
                     _put_down(g, start + low, ids, where, sources)
         low, high = start + low, start + high
         for g in self.slots:
-            slots, saved = there[g], kept[g] or ()
-            if slots and next(reversed(slots)) > low:
-                for depth in slots:
-                    if low < depth <= high and depth not in saved and not (busy and self._under_way(node, g, depth)):
-                        _put_down(g, depth - 1, slots[depth].to_bytes(4, "little"), where, sources)
+            slots, saved = there[g] or {}, kept[g] or ()
+            new = []
+            for depth in reversed(slots):  # the deepest first: a chat may have had thousands of turns
+                if depth <= low:
+                    break
+                if depth <= high and depth not in saved and not (busy and self._under_way(node, g, depth)):
+                    new.append(depth)
+            for depth in reversed(new):
+                _put_down(g, depth - 1, slots[depth].to_bytes(4, "little"), where, sources)
 
     @staticmethod
     def _under_way(node: Node, g: int, depth: int) -> bool:
