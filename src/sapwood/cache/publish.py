@@ -158,9 +158,7 @@ class Publisher:
                 hash_path(tree, node, depth, last)
             if host:
                 unsaved = lease.unsaved
-                if unsaved is None:
-                    lease.unsaved = [depth, last, node]
-                elif last - unsaved[0] < save_pages:
+                if unsaved is not None and last - unsaved[0] < save_pages:
                     unsaved[1], unsaved[2] = last, node
                 else:
                     self.offer(lease, depth, last, node)
