@@ -29,6 +29,8 @@ LAYOUTS = {
         state(2 * d, 2 * h),
     ),
     "no host state": lambda d, h: (full(6 * d, 5 * h), state(2 * d)),
+    "some on host": lambda d, h: (full(6 * d, 5 * h), window(7, 5 * d), state(2 * d, 2 * h), state(3 * d, 0, "more")),
+    "window+2 states": lambda d, h: (window(5, 5 * d, 4 * h), state(2 * d, 2 * h), state(3 * d, h, "more")),
     "backwards": lambda d, h: (state(2 * d, 2 * h), window(9, 6 * d, 4 * h), full(6 * d, 5 * h)),
 }
 

@@ -310,6 +310,7 @@ class _Check:
                 free = pool.free_ids()
                 assert len(np.unique(free)) == len(free) == pool.free == counts[FREE], f"{pool.name}: free list"
                 assert not len(free) or not kept[free].any(), f"{pool.name}: a page in the free list is owned"
+                assert not len(free) or not readers[free].any(), f"{pool.name}: a page in the free list is read"
                 if g in self.tree.slots:
                     idle = int(np.count_nonzero((kept == TREE) & (readers == 0)))
                     assert idle == pool.idle, f"{pool.name}: {idle} pages are idle, {pool.idle} are counted"

@@ -192,7 +192,7 @@ class HybridPrefixCache:
         self._live(lease)
         if not self.enabled:
             return position
-        begin = self._follower.adopt(lease, tokens, position)
+        begin = self._follower.adopt(lease, tokens, position, self._steps.in_flight(self._steps.doomed))
         for tally in (self._tally, lease.root.tally):
             tally["cached_tokens"] += begin - position
         return begin

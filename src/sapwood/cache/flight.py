@@ -6,12 +6,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .announce import tell_removed
 from .group import DEVICE
 from .lease import Holder, Lease
 from .node import Node
 from .pool import FLIGHT, TREE, Ids
 from .readers import unread_columns
-from .runs import Ranges, runs
+from .runs import Ranges, runs_of
 from .tree import Tree, as_ids
 
 
@@ -138,7 +139,7 @@ def withdraw(tree: Tree, promise: Promise, freed: list[tuple[int, Ids]]) -> None
                 same = view == ids
                 view[same] = 0
                 taken.append(ids[same])
-                for first, last in runs(same.nonzero()[0].astype(np.int32)):
+                for first, last in runs_of(same):
                     pool.idle -= unread_columns(node.device, fill.g, low + first, low + last)
         ids = np.concatenate(taken) if taken else np.zeros(0, np.int32)
         pool.move(ids, TREE, FLIGHT)
@@ -151,8 +152,25 @@ def withdraw(tree: Tree, promise: Promise, freed: list[tuple[int, Ids]]) -> None
                 tree.split(node, low)
                 high -= low
             assert high == node.n, "something real stands below something promised"
+            _lose_below(tree, node, freed)
             _lose_device(tree, node, freed)
     tree.version += 1
+
+
+def _lose_below(tree: Tree, node: Node, freed: list[tuple[int, Ids]]) -> None:
+    """Nothing stays on the device below pages that are withdrawn: what a lease computed itself, and had published there
+    because it saw somebody's promise of the same pages, goes with them."""
+    below = []
+    stack = [child for child in node.children.values() if child.device.count]
+    while stack:
+        at = stack.pop()
+        below.append(at)
+        stack += [child for child in at.children.values() if child.device.count]
+    for at in reversed(below):
+        if tree.announcing and tree.told in tree.closed:
+            tell_removed(tree, at, DEVICE, range(at.n))
+        _lose_device(tree, at, freed)
+        tree.sweep(at)
 
 
 def _lose_device(tree: Tree, node: Node, freed: list[tuple[int, Ids]]) -> None:

@@ -14,12 +14,11 @@ from .match import Matcher
 from .node import Node
 from .path import Path
 from .pool import FLIGHT, LEASE
-from .readers import read, unread
-from .runs import HOLE, present, runs
+from .readers import read, unread, unread_one
+from .runs import HOLE, present, runs_of
 from .tree import Tree, use_slot
 
 _id = Struct("<i").unpack_from
-_CROWD = 255
 
 
 class Follower:
@@ -71,7 +70,6 @@ class Follower:
     def _slide_to(self, g: int, leases: Sequence[Lease], ends: list[int]) -> tuple[list[int], list[int]]:
         who: list[int] = []
         columns: list[int] = []
-        queue, idle = self.tree.queues[g, DEVICE], 0
         for i, lease in enumerate(leases):
             low, end = lease.low[g], ends[i]
             if low >= end:
@@ -88,19 +86,7 @@ class Follower:
                 if lease.detached:
                     self.tree.pools[DEVICE][g].unread_one(page)
                     continue
-                node = lease.node
-                while node.start > low:
-                    node = node.parent  # type: ignore[assignment]
-                reads = node.device.reads[g]
-                count = reads[low - node.start]  # type: ignore[index]
-                if count == 1:
-                    reads[low - node.start] = 0  # type: ignore[index]
-                    idle += 1
-                    queue.add(node, node.device)
-                elif 1 < count < _CROWD:
-                    reads[low - node.start] = count - 1  # type: ignore[index]
-                else:
-                    unread(self.tree, node, DEVICE, g, low, end)
+                unread_one(self.tree, lease.node, g, low)
             else:
                 who += [i] * (end - low)
                 columns += range(low, end)
@@ -108,8 +94,6 @@ class Follower:
                     self._give_up(lease, g, low, end)
                 else:
                     self._give_up_run(lease, g, low, end)
-        if idle:
-            self.tree.pools[DEVICE][g].idle += idle
         return who, columns
 
     def _give_up(self, lease: Lease, g: int, low: int, high: int) -> None:
@@ -118,7 +102,7 @@ class Follower:
         table = np.frombuffer(lease.tables[g], np.int32)
         split = min(max(lease.upto[g], low), high)
         if not lease.detached:
-            for first, last in runs(table[low:split].nonzero()[0].astype(np.int32)):
+            for first, last in runs_of(table[low:split]):
                 unread(tree, lease.node, DEVICE, g, low + first, low + last)
         mine = [lease.own.pop((g, c)) for c in range(low, split) if (g, c) in lease.own] if lease.own else []
         shared, private = table[low:split].copy(), table[split:high].copy()
@@ -140,7 +124,7 @@ class Follower:
         if page and lease.detached:
             tree.pools[DEVICE][g].unread_one(page)
         elif page:
-            unread(tree, lease.node, DEVICE, g, column, column + 1)
+            unread_one(tree, lease.node, g, column)
 
     def _give_up_run(self, lease: Lease, g: int, low: int, high: int) -> None:
         """`_give_up` for a lease without duplicates."""
@@ -155,7 +139,7 @@ class Follower:
         elif shared and HOLE not in shared:
             unread(tree, lease.node, DEVICE, g, low, split // 4)
         elif shared:
-            for first, last in runs(np.frombuffer(bytes(shared), np.int32).nonzero()[0].astype(np.int32)):
+            for first, last in runs_of(np.frombuffer(bytes(shared), np.int32)):
                 unread(tree, lease.node, DEVICE, g, low + first, low + last)
         if private:
             pool.release(present(private), LEASE)
@@ -166,8 +150,7 @@ class Follower:
         tree = self.tree
         if held is not None:
             reading = {(DEVICE, g): lease.reading(g) for g in tree.loose}
-            seeds = {(DEVICE, g): slot.to_bytes(4, "little") for g, slot in lease.seed.items()}
-            held.holders.append(hold(tree, lease.node, (DEVICE,), (0, lease.depth), seeds, reading))
+            held.holders.append(hold(tree, lease.node, (DEVICE,), (0, lease.depth), lease.seeds(), reading))
         node = lease.root.top
         if depth:
             last = next(n for n in reversed(path.nodes) if n.start < depth)
@@ -244,8 +227,9 @@ class Follower:
             if node is not None:
                 tree.queues[g, DEVICE].add(node, node.device)
 
-    def adopt(self, lease: Lease, tokens: bytes, position: int) -> int:
-        """Before the next chunk at `position`: take over what others have published since. Returns the new position."""
+    def adopt(self, lease: Lease, tokens: bytes, position: int, held: Flight | None) -> int:
+        """Before the next chunk at `position`: take over what others have published since. What it lets go of waits for
+        `held`, a doomed step that may touch it. Returns the new position."""
         tree = self.tree
         if lease.detached or not lease.root.hooked:
             return position
@@ -258,13 +242,13 @@ class Follower:
         boundary, _ = self.matcher.boundary(path, lease.length)
         depth = path.device_closed(path.depth) if tree.closed else path.depth
         if min(boundary * tree.page_size, lease.length - 1) > position:
-            self.refit(lease, path, boundary, max(depth, boundary), lease.length, None)
+            self.refit(lease, path, boundary, max(depth, boundary), lease.length, held)
             return lease.start
         if tree.closed and depth > lease.depth:
-            self._follow(lease, path, depth)
+            self._follow(lease, path, depth, held)
         return position
 
-    def _follow(self, lease: Lease, path: Path, depth: int) -> None:
+    def _follow(self, lease: Lease, path: Path, depth: int, held: Flight | None) -> None:
         """Closed groups go further than the lease follows: give back its unwritten pages and follow."""
         tree = self.tree
         last = next(n for n in reversed(path.nodes) if n.start < depth)
@@ -276,7 +260,12 @@ class Follower:
             pool = tree.pools[DEVICE][g]
             table = lease.table(g)
             spare = table[lease.upto[g] : depth]
-            pool.release(spare[spare != 0], LEASE)
+            spare = spare[spare != 0]
+            if held is None:
+                pool.release(spare, LEASE)
+            else:
+                pool.move(spare, LEASE, FLIGHT)
+                held.freed.append((g, spare))
             lease.tables[g] = bytearray().join([*(at.device.pages[g] for at in nodes), table[depth:].tobytes()])
             for (group, column), page in lease.own.items():
                 if group == g:

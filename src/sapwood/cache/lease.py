@@ -21,7 +21,7 @@ from .namespace import Namespace
 from .path import Path
 from .pool import Ids
 from .readers import read, unread
-from .runs import HOLE, Ranges, present, runs
+from .runs import HOLE, Ranges, present, runs_of
 
 if TYPE_CHECKING:
     from .node import Node, Root
@@ -211,6 +211,10 @@ class Lease:
                 unread(tree, self.node, DEVICE, g, column, column + 1)
         self.detached = True
 
+    def seeds(self) -> dict[tuple[int, int], bytes]:
+        """The snapshots it is to start from, as a `Holder` has them."""
+        return {(DEVICE, g): slot.to_bytes(4, "little") for g, slot in self.seed.items()}
+
     def reading(self, g: int) -> Ranges:
         """The columns of a group that is not closed where this lease is a reader: wherever its table has a page that
         it has handed to the tree or taken from there, or a duplicate of that."""
@@ -219,7 +223,7 @@ class Lease:
         low = end + -len(raw.lstrip(HOLE)) // 4
         if HOLE not in raw[4 * low :]:  # as most windows are: holes, then none
             return [(low, end)] if low < end else []
-        return runs(np.frombuffer(raw, np.int32).nonzero()[0].astype(np.int32))
+        return runs_of(np.frombuffer(raw, np.int32))
 
     def adopted(self, g: int) -> tuple[Ids, Ids]:
         """Columns and ids of the tree's pages in this lease's table."""
@@ -276,10 +280,12 @@ class Holder:
         self.root.holders[self] = None
 
     def detach(self, tree: Tree) -> None:
-        for (tier, g), ids in self.pages.items():
-            if g in tree.closed:
+        """The tree is leaving: from now on this reads by page what is there now. Some may have been withdrawn."""
+        for tier in self.tiers:
+            for g in tree.closed:
+                ids = self.pages[tier, g] = _pages_in(tree, self.node, tier, g, [self.columns])
                 tree.pools[tier][g].read(np.frombuffer(ids, np.int32))
-        for (tier, g), where in self.spans.items():  # those that are there: some may have been withdrawn
+        for (tier, g), where in self.spans.items():
             self.pages[tier, g] = _pages_in(tree, self.node, tier, g, where)
         self.detached = True
 
@@ -336,7 +342,7 @@ def read_held(
 
 
 def _pages_in(tree: Tree, node: Node, tier: int, g: int, where: Ranges) -> bytes:
-    """The pages of a group that is not closed in these columns of the path to `node`."""
+    """The pages that a group has in these columns of the path to `node`."""
     parts = [
         present(pages[4 * first : 4 * last]).tobytes()
         for low, high in where

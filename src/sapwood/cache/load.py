@@ -12,7 +12,7 @@ from .lease import Lease
 from .node import Node
 from .pool import FLIGHT, UNHOOKED, Ids
 from .readers import read
-from .runs import Ranges, pages_in, runs, spread
+from .runs import Ranges, pages_in, runs, runs_of, spread
 from .transfer import Ledger, Operation, Parts, Transfer
 from .tree import Tree, as_ids
 
@@ -231,7 +231,7 @@ class Loads:
                 new = (mine == 0) & (there != 0)
                 mine[new] = there[new]
                 del there
-                for a, b in runs(new.nonzero()[0].astype(np.int32)):
+                for a, b in runs_of(new):
                     read(tree, node, DEVICE, g, node.start + first + a, node.start + first + b)
 
     def _give_privately(self, transfer: Transfer, waiters: list[Lease]) -> None:

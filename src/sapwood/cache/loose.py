@@ -130,8 +130,10 @@ class LooseQueue:
         """By page of `node`: whether it lies in the window of a leaf, a branch point or a snapshot, there or below."""
         most, start, end = self.treasures, node.start, node.start + node.n
         guarded = np.zeros(node.n, np.bool_)
-        for depth in self._snapshots(node):
-            guarded[max(0, depth - most - start) : depth - start] = True
+        depths = np.array(sorted(set(self._snapshots(node))), np.int64) - start
+        if len(depths):  # a page is, if the next snapshot from its end on is not too far away
+            columns = np.arange(depths[-1])
+            guarded[: depths[-1]] = depths[np.searchsorted(depths, columns, "right")] - columns <= most
         away, at = 0, node
         while away < most and len(at.children) == 1:
             at = next(iter(at.children.values()))

@@ -8,14 +8,14 @@ from typing import NamedTuple
 import numpy as np
 
 from .announce import hash_path, tell_page, tell_stored
-from .flight import Fill, Flight, Promise, is_real, mark
+from .flight import Fill, Flight, Promise, is_real, mark, note_promises
 from .group import DEVICE
 from .lease import Lease, Span
 from .node import Copy, Node
 from .path import agree
 from .pool import LEASE, TREE
 from .readers import read, unread_columns
-from .runs import HOLE, Run, joined, ranges, runs
+from .runs import HOLE, Run, joined, ranges, runs_of
 from .tree import Tree
 
 Fallen = tuple[Lease, list[tuple[int, int]]]  # and (group, column) of its duplicates
@@ -52,6 +52,8 @@ class Publisher:
             if lease.upto[g] < upto:
                 self._fill(lease, g, upto, fills, duplicates)
         if flight is None:
+            if duplicates and tree.promises:  # the pages beside ours may yet be withdrawn
+                note_promises(tree, lease)
             self.became_real(lease, lease.node, first, upto, fills)
         elif first < upto or fills or duplicates:
             promise = Promise(flight.step, lease, lease.node, first, upto, fills, duplicates)
@@ -382,10 +384,10 @@ class Publisher:
         new = (view == 0) & (here != 0)
         view[new] = here[new]
         del view
-        filled = runs(new.nonzero()[0].astype(np.int32))
+        filled = runs_of(new)
         for low, high in filled:
             self.tree.pools[DEVICE][g].idle += unread_columns(node.device, g, first + low, first + high)
-        for low, high in runs(here.nonzero()[0].astype(np.int32)):
+        for low, high in runs_of(here):
             read(self.tree, node, DEVICE, g, begin + low, begin + high)
         for at in ((here != 0) & ~new).nonzero()[0].tolist():
             lease.own[g, begin + at] = int(here[at])

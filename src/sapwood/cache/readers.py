@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from .group import DEVICE
 from .runs import HOLE, Ranges
 
 if TYPE_CHECKING:
@@ -82,6 +83,22 @@ def unread(tree: Tree, node: Node, tier: int, g: int, low: int, high: int) -> No
         at = at.parent  # type: ignore[assignment]
     if idle:
         tree.pools[tier][g].idle += idle
+
+
+def unread_one(tree: Tree, node: Node, g: int, column: int) -> None:
+    """`unread` for one column, on the device, which has a page: what a decoding row does when it crosses a page."""
+    while node.start > column:
+        node = node.parent  # type: ignore[assignment]
+    copy, at = node.device, column - node.start
+    reads = copy.reads[g]
+    count = reads[at] if reads is not None else 0
+    if reads is None or not 0 < count < _CROWD:
+        unread(tree, node, DEVICE, g, column, column + 1)
+        return
+    reads[at] = count - 1
+    if count == 1:
+        tree.pools[DEVICE][g].idle += 1
+        tree.queues[g, DEVICE].add(node, copy)
 
 
 def idle_in(tree: Tree, node: Node, tier: int, g: int, spans: Ranges) -> int:

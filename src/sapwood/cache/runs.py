@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 
 from .pool import Ids
 
@@ -21,6 +24,11 @@ def runs(columns: Ids) -> Ranges:
         return [(first, last)]
     breaks = (np.diff(columns) != 1).nonzero()[0] + 1
     return [(int(part[0]), int(part[-1]) + 1) for part in np.split(columns, breaks) if len(part)]
+
+
+def runs_of(there: npt.NDArray[Any]) -> Ranges:
+    """Where something stands (ids that are not 0, or a mask), as ranges."""
+    return runs(there.nonzero()[0].astype(np.int32))
 
 
 def pages_in(where: Ranges) -> int:

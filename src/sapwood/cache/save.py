@@ -14,9 +14,9 @@ from .lease import Holder, Span, hold
 from .node import Copy, Node
 from .pool import FLIGHT
 from .room import Room
-from .runs import HOLE, Ranges, picked, runs, spread
-from .transfer import Ledger, Operation, Parts, Transfer
-from .tree import Cover, Tree, as_ids
+from .runs import HOLE, Ranges, picked, runs_of, spread
+from .transfer import Ledger, Operation, Parts, Transfer, host_runs
+from .tree import Cover, Tree
 
 _INT32 = np.dtype(np.int32)  # numpy looks a type up, which takes as long as all the rest of `frombuffer`
 
@@ -40,6 +40,8 @@ class Saves:
             return None
         end = node.start + node.n
         path = tree.cover(node, span.first, span.last if span.last < end else end)
+        if tree.promises and path and self._below_promises(path[-1][0]):
+            return None
         where: dict[int, Ranges] = {}
         sources: dict[tuple[int, int], bytes] = {}
         for at, low, high in reversed(path):
@@ -83,6 +85,16 @@ class Saves:
                 at.saving = [*at.saving, transfer] if at.saving else [transfer]
         return self.ledger.begin(transfer)
 
+    @staticmethod
+    def _below_promises(node: Node) -> bool:
+        """Whether pages above `node` are only promised: they may be withdrawn, and it with them."""
+        at = node.parent
+        while at is not None:
+            if at.promised and any(promise.first < promise.last for promise in at.promised):
+                return True
+            at = at.parent
+        return False
+
     def make_room(self, node: Node, boundaries: tuple[int, ...], need: dict[int, int]) -> bool:
         """Evict from host what is least recently used, but nothing of the path that is about to be extended there: of
         the path to `node`, what requests that begin at these boundaries would read."""
@@ -101,7 +113,14 @@ class Saves:
     def _keep(self, node: Node, boundaries: tuple[int, ...]) -> Holder:
         tree = self.tree
         kept: dict[tuple[int, int], bytes] = {}
-        spans = {(HOST, g): [span for at in boundaries for span in self._on_host(node, g, at)] for g in tree.loose}
+        spans = {
+            (HOST, g): [
+                run
+                for boundary in boundaries
+                for run in host_runs(tree, node, g, tree.families[g].pages_read(boundary * tree.page_size))
+            ]
+            for g in tree.loose
+        }
         for g in tree.slots:
             slots = [
                 slot.to_bytes(4, "little")
@@ -112,17 +131,6 @@ class Saves:
             if slots:
                 kept[HOST, g] = b"".join(slots)
         return hold(tree, node, (HOST,), (0, max(boundaries)), kept, spans)
-
-    def _on_host(self, node: Node, g: int, boundary: int) -> Ranges:
-        """Where host has pages of those that a request beginning at `boundary` would read."""
-        tree = self.tree
-        return [
-            (at.start + first + a, at.start + first + b)
-            for low, end in tree.families[g].pages_read(boundary * tree.page_size)
-            for at, first, high in tree.cover(node, low, end)
-            if (pages := tree.copy_in(at, HOST).pages[g])
-            for a, b in runs(as_ids(pages[4 * first : 4 * high]).nonzero()[0].astype(np.int32))
-        ]
 
     def _to_save(
         self, node: Node, low: int, high: int, where: dict[int, Ranges], sources: dict[tuple[int, int], bytes]
@@ -181,7 +189,7 @@ class Saves:
             for save in node.saving or ():
                 if save.covers(g, begin + at):
                     want[at] = False
-        return [(begin + low, ids[4 * low : 4 * high]) for low, high in runs(want.nonzero()[0].astype(np.int32))]
+        return [(begin + low, ids[4 * low : 4 * high]) for low, high in runs_of(want)]
 
     def save_done(self, op: int, ok: bool) -> Span | None:
         """The save is over. Returns what host has now, for a backup, or None if it failed or has nowhere to go."""

@@ -115,7 +115,7 @@ class Snapshots:
                 for g, slot in self._rolling(lease).items():
                     if not tree.pools[DEVICE][g].readers[slot]:
                         tree.drop_slot(tree.node_at(lease.node, lease.rolling), DEVICE, g, lease.rolling)
-            lease.rolling = page
+            lease.rolling = page if kept else 0  # what stands there may be somebody else's
 
     def pass_cuts(self, lease: Lease, upto: int, flights: dict[int, Flight]) -> None:
         """A chunk goes on beyond a cut: unless a checkpoint there is under way, there will be none."""

@@ -14,11 +14,10 @@ import numpy as np
 from .group import HOST
 from .lease import Binding, Holder, hold
 from .match import Matcher
-from .node import Node, Root
+from .node import Root
 from .path import Path
 from .pool import Ids
-from .runs import Ranges, runs
-from .transfer import Ledger
+from .transfer import Ledger, host_runs
 from .tree import Tree, as_ids
 
 # Stays hold at most one page in so many of each group. With half of it, those who wait keep what is worth most, and
@@ -73,7 +72,11 @@ class Stays:
         self._last += 1
         self.ledger.counts["stays"] += 1
         held = {(HOST, g): ids.tobytes() for g, ids in pages.items()}
-        spans = {(HOST, g): where for g, where in self._where(node, boundary, length).items() if g in pages}
+        spans = {
+            (HOST, g): host_runs(tree, node, g, tree.families[g].columns(boundary, length))
+            for g in tree.loose
+            if g in pages
+        }
         self.live[self._last] = hold(tree, node, (HOST,), (0, boundary), held, spans)
         return Stayed(self._last, short)
 
@@ -109,20 +112,6 @@ class Stays:
             slot = (tree.copy_in(path.holding(boundary), HOST).pages[g] or {}).get(boundary)
             found[g] = np.array([slot] if slot else [], np.int32)
         return {g: ids for g, ids in found.items() if len(ids)}
-
-    def _where(self, node: Node, boundary: int, length: int) -> dict[int, Ranges]:
-        """By group that is not closed: where the host pages stand with which a prompt would begin at `boundary`."""
-        tree = self.tree
-        return {
-            g: [
-                (at.start + low + a, at.start + low + b)
-                for first, end in tree.families[g].columns(boundary, length)
-                for at, low, high in tree.cover(node, first, end)
-                if (pages := tree.copy_in(at, HOST).pages[g])
-                for a, b in runs(as_ids(pages[4 * low : 4 * high]).nonzero()[0].astype(np.int32))
-            ]
-            for g in tree.loose
-        }
 
     def _room(self, pages: dict[int, Ids]) -> int:
         """How many of these, in every group from the first on, the limit allows; all of them: a great number."""

@@ -11,7 +11,7 @@ import numpy as np
 from .flight import Flight, unmark, withdraw
 from .follow import Follower
 from .group import DEVICE
-from .lease import Lease, Span, hold
+from .lease import Holder, Lease, Span, hold
 from .pool import FLIGHT, LEASE, UNHOOKED, Ids
 from .publish import Publisher, Replaced
 from .readers import unread
@@ -225,11 +225,15 @@ class Steps:
         reading = {
             (DEVICE, g): [(max(low, page), high) for low, high in lease.reading(g) if high > page] for g in tree.loose
         }
+        seeded = lease.seed_depth > page  # it began on pages that were promised, and are withdrawn now
         if held is not None:
-            held.holders.append(hold(tree, old, (DEVICE,), (page, lease.depth), {}, reading))
+            seeds = lease.seeds() if seeded else {}
+            held.holders.append(hold(tree, old, (DEVICE,), (page, lease.depth), seeds, reading))
         for (_, g), spans in reading.items():
             for low, high in spans:
                 unread(tree, old, DEVICE, g, low, high)
+        if seeded:  # while its anchor still stands below the snapshot
+            self.follower.unseed(lease)
         if lease.depth > page:
             node = tree.node_ending(old, page) if page else lease.root.top
             tree.pin(node, DEVICE)
@@ -250,6 +254,8 @@ class Steps:
         held = self.flights[max(self.flights)] if self.flights else None
         if lease.detached:
             self.fall_back(lease, 0, held)
+            if held is not None and lease.seed:
+                self._keep_seeds(lease, held)
             self.follower.unseed(lease)
             self.follower.reseed(lease, 0)
             lease.start = lease.boundary = 0
@@ -261,6 +267,12 @@ class Steps:
         boundary, _ = self.follower.matcher.boundary(path, position + 1)
         self.follower.refit(lease, tree.path_to(lease.node), boundary, depth, position + 1, held)
         return lease.start
+
+    def _keep_seeds(self, lease: Lease, held: Flight) -> None:
+        """A detached lease starts afresh; a doomed step may still copy the snapshot it was to start from."""
+        holder = Holder(self.tree, lease.root.top, (), (0, 0), lease.seeds())
+        holder.detached, lease.seed = True, {}
+        held.holders.append(holder)
 
     def _reaches_back(self, lease: Lease, position: int) -> bool:
         """Whether the lease still has what a row from `position` on reads. One that began on promised pages has not

@@ -23,7 +23,7 @@ from .node import Node, Root
 from .path import Path
 from .pool import FLIGHT, Ids
 from .room import Room
-from .runs import Ranges, Run, joined, ranges, runs, spread
+from .runs import Ranges, Run, joined, ranges, runs_of, spread
 from .save import Saves
 from .transfer import Ledger, Transfer
 from .tree import Tree, as_ids
@@ -317,7 +317,7 @@ class Stored:
                     continue
                 ids = as_ids(pages[4 * low : 4 * high])
                 begin = at.start + low
-                for a, b in runs(ids.nonzero()[0].astype(np.int32)):
+                for a, b in runs_of(ids):
                     pieces.append((begin + a, ids[a:b].tobytes()))
         return {g: pieces for g, pieces in found.items() if pieces}
 

@@ -11,12 +11,13 @@ from typing import NamedTuple
 import numpy as np
 
 from .announce import tell_stored
+from .group import HOST
 from .lease import Holder, Lease, read_held
 from .namespace import Namespace
 from .node import Copy, Node
 from .pool import FLIGHT, TREE, Ids
 from .readers import unread_columns
-from .runs import Ranges, picked, runs
+from .runs import Ranges, picked, runs_of
 from .tree import Cover, Tree, as_ids
 
 Parts = dict[int, tuple[Ids, Ids]]
@@ -172,7 +173,7 @@ class Ledger:
         taken = view != 0
         tree.pools[tier][g].release(ids[taken], FLIGHT)
         view[~taken] = ids[~taken]
-        return [(begin + a, begin + b) for a, b in runs((~taken).nonzero()[0].astype(np.int32))]
+        return [(begin + a, begin + b) for a, b in runs_of(~taken)]
 
     def land_slot(self, transfer: Transfer, g: int, where: Ranges) -> Ranges:
         tree, tier = self.tree, transfer.tier
@@ -196,3 +197,14 @@ class Ledger:
                 first = low
             last = high
         tell_stored(self.tree, node, tier, first, last)
+
+
+def host_runs(tree: Tree, node: Node, g: int, spans: Ranges) -> Ranges:
+    """Where host has pages of a group that is not closed, within `spans` of the path to `node`."""
+    return [
+        (at.start + first + a, at.start + first + b)
+        for low, high in spans
+        for at, first, last in tree.cover(node, low, high)
+        if (pages := tree.copy_in(at, HOST).pages[g])
+        for a, b in runs_of(as_ids(pages[4 * first : 4 * last]))
+    ]

@@ -626,6 +626,9 @@ class Tree:
         assert copy.seen is not None
         if all(depth not in (copy.pages[other] or ()) for other in self.slots):
             del copy.seen[depth]
+            for loose in self.loose:  # the window before it may stand between others now
+                if copy.pages[loose]:
+                    self.queues[loose, tier].add(node, copy)
         if self.announcing and g == self.told:
             tell_removed(self, node, tier, range(depth - node.start - 1, depth - node.start))
         self.pools[tier][g].release_one(slot, TREE)

@@ -65,6 +65,7 @@ class Row:
 class _Step:
     rows: list[Row]
     copies: list[PageCopy]
+    touches: dict[str, set[int]]  # by group
     ran: bool = False
     doomed: bool = False
     lengths: dict[str, int] = field(default_factory=dict)  # how many tokens a request had before this step sampled
@@ -149,8 +150,36 @@ class ContentDouble:
         self.computed = 0  # positions computed by steps that were done
 
     def attach(self, cache: HybridPrefixCache) -> None:
-        """Poison every page whenever it is given out or given back."""
-        cache.watch(lambda group, tier, _, pages: self.memory[group, tier].poison(pages))
+        """Poison every page whenever it is given out or given back. Nothing may be given back that a step in flight
+        touches, whether that step still counts or not."""
+
+        def watch(group: str, tier: str, what: str, pages: npt.NDArray[Any]) -> None:
+            self.memory[group, tier].poison(pages)
+            if what == "freed" and tier == "device":
+                for step, at in self.steps.items():
+                    both = at.touches[group].intersection(pages.tolist())
+                    if both:
+                        doomed = ", which is doomed" if at.doomed else ""
+                        raise ContentError(f"page {min(both)} of {group} is freed, and step {step} touches it{doomed}")
+
+        cache.watch(watch)
+
+    def _touched(self, rows: list[Row], copies: list[PageCopy]) -> dict[str, set[int]]:
+        """By group: the pages and slots that a step reads, writes or copies."""
+        touched: dict[str, set[int]] = {name: set() for name in self.groups}
+        for row in rows:
+            end = row.start + row.length
+            for name, table in row.tables.items():
+                if name in self.slots:
+                    touched[name].add(int(table[0]))
+                    continue
+                for low, high in (*self.families[name].reads(row.start), (row.start, end)):
+                    if low < high:
+                        columns = np.asarray(table)[low // self.page_size : -(-high // self.page_size)]
+                        touched[name].update(columns.tolist())
+        for copy in copies:
+            touched[copy.group].update((copy.source, copy.target))
+        return touched
 
     # ---- requests
 
@@ -168,7 +197,7 @@ class ContentDouble:
         """A plan goes out. It runs when it is finished, or when a later one must."""
         if self.steps and step <= max(self.steps):
             raise ContentError(f"step {step} was issued after step {max(self.steps)}")
-        self.steps[step] = _Step(rows, copies)
+        self.steps[step] = _Step(rows, copies, self._touched(rows, copies))
 
     def done(self, step: int) -> dict[str, int]:
         """Finish a step well: its writes settle. Returns the sampled token of each row that samples."""
