@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from sapwood.cache import CacheGroup
+from sapwood.cache.group import DEVICE
+from sapwood.cache.pool import FLIGHT
+from sapwood.cache.tree import Tree, use_slot
 
-from .driver import Engine, full, state, toks, window
+from .driver import BASE, Engine, full, state, toks, window
 from .stories import PAGE, all_free, crowd, empty_device, engine_of, hit, leave, newcomer, owned
 
 MIXES = {
@@ -76,7 +79,7 @@ def test_f03_who_goes_another_way_starts_from_the_deepest_snapshot_before(mix):
 def test_f03_the_snapshot_that_was_not_used_for_longest_goes_first():
     """Of the snapshots in one node, those go first that nobody has started from for longest, wherever they stand.
 
-    Mutation: `use_slot` does not move a snapshot to the end of `seen`; `_take_slot` takes the shallowest.
+    Mutation: `_take_slot` takes the deepest.
     """
     engine = engine_of(full(96), state(5), every=1000)
     texts = chat(engine, 3, said=9, answer=1)
@@ -92,6 +95,24 @@ def test_f03_the_snapshot_that_was_not_used_for_longest_goes_first():
     all_free(engine)
 
 
+def test_f03_snapshots_of_a_node_go_in_the_order_of_their_use():
+    """Mutation: `use_slot` does not move a snapshot to the end of `seen`."""
+    tree = Tree(PAGE, (full(8), state(8)), False, False, 0)
+    node = tree.attach(tree.root_of(BASE).top, bytes(8 * 4 * PAGE), 8)
+    for depth in (2, 5, 4, 7):
+        tree.now += 1
+        assert tree.put_slot(node, DEVICE, 1, depth, tree.pools[DEVICE][1].allocate_one(FLIGHT))
+    assert list(node.device.pages[1]) == [2, 4, 5, 7]
+    use_slot(node.device, 2, tree.now + 1)
+    tree.pools[DEVICE][1].read_one(node.device.pages[1][5])
+    gone = []
+    for _ in range(3):
+        before = set(node.device.pages[1])
+        tree.queues[1, DEVICE].evict(1)
+        gone += before - set(node.device.pages[1])
+    assert gone == [4, 7, 2] and list(node.device.seen) == [5], "and never the one that is read"
+
+
 def _depths(node) -> set[int]:
     found = set(node.device.pages[1] or ())
     for child in node.children.values():
@@ -105,7 +126,7 @@ def test_m03_all_snapshots_of_a_node_come_back_from_host(mix):
 
     Mutation: `_to_save` saves the snapshot at the end of a node alone; `land_slot` puts it at the node's end.
     """
-    engine = engine_of(*MIXES[mix](), save="through", every=1)
+    engine = engine_of(*MIXES[mix](), save="through", every=1, save_pages=64)
     texts = chat(engine, 3)
     engine.settle()
     (root,) = engine.cache._tree.roots.values()
@@ -146,7 +167,7 @@ def test_f03_tokens_behind_the_last_snapshot_do_not_outlive_a_split():
     Mutation: `Tree.split` keeps a lower half in which nothing is left.
     """
     engine = engine_of(state(6), every=1000)
-    engine.run("first", toks(1, 17), 12)  # its snapshot stands at page 4, its tokens go on for two pages
+    engine.run("first", toks(1, 17), 14)  # its snapshot stands at page 4, its tokens go on for three pages
     (root,) = engine.cache._tree.roots.values()
     engine.run("second", toks(1, 17)[:16] + toks(2, 9))
     held = list(root.top.children.values())
