@@ -104,6 +104,7 @@ def test_f03_snapshots_of_a_node_go_in_the_order_of_their_use():
         assert tree.put_slot(node, DEVICE, 1, depth, tree.pools[DEVICE][1].allocate_one(FLIGHT))
     assert list(node.device.pages[1]) == [2, 4, 5, 7]
     use_slot(node.device, 2, tree.now + 1)
+    tree.pin(node, DEVICE)
     tree.pools[DEVICE][1].read_one(node.device.pages[1][5])
     gone = []
     for _ in range(3):
