@@ -396,11 +396,13 @@ class Publisher:
 
     # ---- duplicates
 
-    def settle(self, lease: Lease, duplicates: list[tuple[int, int]]) -> None:
-        """Give up a lease's duplicates where the tree's page is real. Nothing in flight may read the lease's table."""
+    def settle(self, lease: Lease, duplicates: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Give up a lease's duplicates where the tree's page is real. Nothing in flight may read the lease's table.
+        Returns those whose page is not real yet."""
         tree = self.tree
+        left: list[tuple[int, int]] = []
         if lease.detached or lease.ended:
-            return
+            return left
         for g, column in duplicates:
             page = lease.own.get((g, column))
             if page is None:
@@ -408,12 +410,16 @@ class Publisher:
             ((node, at, _),) = tree.cover(lease.node, column, column + 1)
             pages = node.device.pages[g]
             theirs = int.from_bytes(pages[4 * at : 4 * at + 4], "little") if pages else 0
-            if not theirs or not is_real(tree, node, g, column):
+            if not theirs:
+                continue
+            if not is_real(tree, node, g, column):
+                left.append((g, column))
                 continue
             del lease.own[g, column]
             tree.pools[DEVICE][g].release_one(page, LEASE)
             lease.tables[g][4 * column : 4 * column + 4] = theirs.to_bytes(4, "little")
             self.replaced.append(Replaced(lease, tree.groups[g].name, column, theirs))
+        return left
 
 
 def _longer(copy: Copy, g: int, n: int) -> None:

@@ -217,7 +217,7 @@ class Saves:
 
     def land(self, transfer: Transfer, path: Cover) -> int:
         """What has come to host is the tree's now, or is freed where host has it already. `path` is what the transfer
-        covers. Returns how many pages landed, of any group."""
+        covers. Returns how many pages landed; those of closed groups, which come together, count once."""
         tree, ledger = self.tree, self.ledger
         landed = 0
         for g, where in transfer.ranges.items():

@@ -95,9 +95,11 @@ class Steps:
                     self.snapshots.land(snapshot)
             self._over(flight)
         if reading is None and self.unsettled:
-            for lease, duplicates in self.unsettled.items():
-                self.publisher.settle(lease, duplicates)
-            self.unsettled = {}
+            unsettled, self.unsettled = self.unsettled, {}
+            for lease, duplicates in unsettled.items():
+                left = self.publisher.settle(lease, duplicates)
+                if left:
+                    self.unsettled[lease] = left
         real, replaced = self.publisher.take()
         self.counts["duplicates_freed"] += len(replaced)
         return Commit(real, replaced)
