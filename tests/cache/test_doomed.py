@@ -11,7 +11,7 @@ import pytest
 from sapwood.cache import token_bytes
 
 from .driver import BASE, Engine, Request, full, state, toks
-from .stories import all_free
+from .stories import all_free, compute, save
 
 
 def plan_with(engine: Engine, *requests: Request, chunk: int = 1 << 20) -> None:
@@ -38,7 +38,7 @@ def test_p09_a_doomed_step_copies_a_snapshot_whose_namespace_is_gone():
     """A request starts from a snapshot, its namespace is evicted, and a step before its own fails: the slot is kept
     until the doomed step, which copies it, is over.
 
-    Mutation: `Steps.rewind` does not call `_keep_seeds`.
+    Mutation: `Steps.rewind` lets go of the snapshots of a detached lease at once.
     """
     engine = Engine(4, full(64), state(8))
     prompt = toks(1, 17)
@@ -53,6 +53,28 @@ def test_p09_a_doomed_step_copies_a_snapshot_whose_namespace_is_gone():
     engine.check()
     engine.fail()
     assert engine.flights and engine.cache._tree.pools[0][1].owner[slot]
+    engine.done()
+    end_all(engine)
+
+
+def test_p09_a_doomed_step_reads_pages_that_a_save_of_an_evicted_namespace_reads_too():
+    """A save and a doomed step are the last readers of pages whose namespace is gone: the save is over first, and they
+    stay until the step is.
+
+    Mutation: `Steps.fall_back` hands to the doomed step only what nobody else reads.
+    """
+    engine = Engine(4, full(32, 32), save="")
+    prompt = toks(1, 17)
+    (span,) = compute(engine, "one", prompt)
+    engine.submit("other", toks(2, 9), max_tokens=5)
+    engine.plan()
+    engine.submit("later", [*prompt[:16], 5, 6, 7], max_tokens=3)
+    engine.plan()
+    (op,) = save(engine, [span])
+    engine.cache.evict_namespace(BASE)
+    engine.fail()
+    assert engine.flights
+    engine.land(op)
     engine.done()
     end_all(engine)
 

@@ -262,16 +262,11 @@ class PagePool:
 
     def unread(self, ids: Ids) -> None:
         """One reader less for each of `ids`, which are unhooked; those that nobody reads now are freed."""
-        self.release(self.unread_unhooked(ids), UNHOOKED)
-
-    def unread_unhooked(self, ids: Ids) -> Ids:
-        """`unread`, but those that nobody reads now are returned: nobody frees them but the caller."""
         counts = self.readers[ids]
         if not counts.all():
             self._unread_by_nobody(int(ids[counts == 0][0]))
         self.readers[ids] = counts - 1
-        last: Ids = ids[counts == 1]
-        return last
+        self.release(ids[counts == 1], UNHOOKED)
 
     def _unread_by_nobody(self, page: int) -> None:
         raise PoolError(f"{self.name}: page {page} has no reader to leave")

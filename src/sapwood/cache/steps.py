@@ -12,7 +12,7 @@ from .flight import Flight, unmark, withdraw
 from .follow import Follower
 from .group import DEVICE
 from .lease import Holder, Lease, Span, hold
-from .pool import FLIGHT, LEASE, UNHOOKED, Ids
+from .pool import FLIGHT, LEASE, Ids
 from .publish import Publisher, Replaced
 from .readers import unread
 from .runs import HOLE
@@ -194,7 +194,9 @@ class Steps:
         for g, ids in freed:
             tree.pools[DEVICE][g].move(ids, owner, FLIGHT)
         if lease.detached:
-            self._unread_detached(lease, page, freed)
+            adopted = {g: lease.adopted(g) for g in tree.paged}
+            gone = {(DEVICE, g): ids[columns >= page].tobytes() for g, (columns, ids) in adopted.items()}
+            self._stop_reading(lease, gone, held)
         else:
             self._move_anchor(lease, page, held)
         for key in [key for key in lease.own if key[1] >= page]:
@@ -213,13 +215,14 @@ class Steps:
         mine = [p for (group, column), p in lease.own.items() if group == g and column >= page]
         return np.concatenate([ids[ids != 0], np.array(mine, np.int32)])
 
-    def _unread_detached(self, lease: Lease, page: int, freed: list[tuple[int, Ids]]) -> None:
-        for g in self.tree.paged:
-            columns, ids = lease.adopted(g)
-            pool = self.tree.pools[DEVICE][g]
-            last = pool.unread_unhooked(ids[columns >= page])
-            pool.move(last, UNHOOKED, FLIGHT)
-            freed.append((g, last))
+    def _stop_reading(self, lease: Lease, pages: dict[tuple[int, int], bytes], held: Flight | None) -> None:
+        """A detached lease reads these pages no more; a doomed step may, and keeps them until it is over."""
+        holder = Holder(self.tree, lease.root.top, (), (0, 0), pages)
+        holder.detached = True
+        if held is None:
+            holder.let_go(self.tree)
+        else:
+            held.holders.append(holder)
 
     def _move_anchor(self, lease: Lease, page: int, held: Flight | None) -> None:
         tree = self.tree
@@ -256,9 +259,8 @@ class Steps:
         held = self.flights[max(self.flights)] if self.flights else None
         if lease.detached:
             self.fall_back(lease, 0, held)
-            if held is not None and lease.seed:
-                self._keep_seeds(lease, held)
-            self.follower.unseed(lease)
+            self._stop_reading(lease, lease.seeds(), held)
+            lease.seed = {}
             self.follower.reseed(lease, 0)
             lease.start = lease.boundary = 0
             return 0
@@ -269,12 +271,6 @@ class Steps:
         boundary, _ = self.follower.matcher.boundary(path, position + 1)
         self.follower.refit(lease, tree.path_to(lease.node), boundary, depth, position + 1, held)
         return lease.start
-
-    def _keep_seeds(self, lease: Lease, held: Flight) -> None:
-        """A detached lease starts afresh; a doomed step may still copy the snapshot it was to start from."""
-        holder = Holder(self.tree, lease.root.top, (), (0, 0), lease.seeds())
-        holder.detached, lease.seed = True, {}
-        held.holders.append(holder)
 
     def _reaches_back(self, lease: Lease, position: int) -> bool:
         """Whether the lease still has what a row from `position` on reads. One that began on promised pages has not
