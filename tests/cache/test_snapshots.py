@@ -7,7 +7,8 @@ import pytest
 from sapwood.cache import CacheGroup
 from sapwood.cache.group import DEVICE
 from sapwood.cache.pool import FLIGHT
-from sapwood.cache.tree import Tree, use_slot
+from sapwood.cache.slots import put_slot, use_slot
+from sapwood.cache.tree import Tree
 
 from .driver import BASE, Engine, full, state, toks, window
 from .stories import PAGE, all_free, crowd, empty_device, engine_of, hit, leave, newcomer, owned
@@ -101,7 +102,7 @@ def test_f03_snapshots_of_a_node_go_in_the_order_of_their_use():
     node = tree.attach(tree.root_of(BASE).top, bytes(8 * 4 * PAGE), 8)
     for depth in (2, 5, 4, 7):
         tree.now += 1
-        assert tree.put_slot(node, DEVICE, 1, depth, tree.pools[DEVICE][1].allocate_one(FLIGHT))
+        assert put_slot(tree, node, DEVICE, 1, depth, tree.pools[DEVICE][1].allocate_one(FLIGHT))
     assert list(node.device.pages[1]) == [2, 4, 5, 7]
     use_slot(node.device, 2, tree.now + 1)
     tree.pin(node, DEVICE)

@@ -16,8 +16,9 @@ from .pool import FLIGHT, FREE, LEASE, UNHOOKED, Ids
 from .readers import idle_in, read
 from .room import Room
 from .runs import HOLE
+from .slots import use_slot
 from .transfer import Operation, Transfer
-from .tree import Tree, use_slot
+from .tree import Tree
 
 
 class Wish(NamedTuple):

@@ -16,7 +16,8 @@ from .path import Path
 from .pool import FLIGHT, LEASE
 from .readers import read, unread, unread_one
 from .runs import HOLE, present, runs_of
-from .tree import Tree, use_slot
+from .slots import use_slot
+from .tree import Tree
 
 _id = Struct("<i").unpack_from
 

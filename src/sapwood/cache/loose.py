@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from .slots import drop_slot
+
 if TYPE_CHECKING:
     from .node import Copy, Node
     from .tree import Tree
@@ -87,7 +89,7 @@ class LooseQueue:
             following = next(idle, 0)
             if following:
                 heapreplace(heap, (copy.seen[following], node.seq, node))
-            tree.drop_slot(node, tier, g, oldest)
+            drop_slot(tree, node, tier, g, oldest)
             tree.count_evicted(node, tier, g, 1)
         if not following:
             heappop(heap)

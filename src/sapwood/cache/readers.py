@@ -25,62 +25,40 @@ _LESS: Final = bytes([0, *range(255)])
 
 def read(tree: Tree, node: Node, tier: int, g: int, low: int, high: int) -> None:
     """One more reader for the columns [low, high) of the path to `node`; reading is using."""
-    if low >= high:
-        return
-    at, now, idle = node, tree.now, 0
-    while True:
-        start = at.start
-        if start < high:
-            copy: Copy = at.host if tier else at.device  # type: ignore[assignment]
-            first = low - start if low > start else 0
-            last = high - start
-            if last > at.n:
-                last = at.n
-            reads = copy.reads[g]
-            if reads is None:
-                reads = copy.reads[g] = bytearray(at.n)
-            before = reads[first:last]
-            reads[first:last] = before.translate(_MORE)
-            if 0 in before:
-                idle += _there(copy, g, first, before, 0)
-            if _CROWD in before:
-                _more_of_a_crowd(copy, g, start + first, before)
-            copy.used = now
-        if start <= low:
-            break
-        at = at.parent  # type: ignore[assignment]
+    idle = 0
+    for at, first, last in tree.cover(node, low, high):
+        copy: Copy = at.host if tier else at.device  # type: ignore[assignment]
+        reads = copy.reads[g]
+        if reads is None:
+            reads = copy.reads[g] = bytearray(at.n)
+        before = reads[first:last]
+        reads[first:last] = before.translate(_MORE)
+        if 0 in before:
+            idle += _there(copy, g, first, before, 0)
+        if _CROWD in before:
+            _more_of_a_crowd(copy, g, at.start + first, before)
+        copy.used = tree.now
     if idle:
         tree.pools[tier][g].idle -= idle
 
 
 def unread(tree: Tree, node: Node, tier: int, g: int, low: int, high: int) -> None:
     """One reader less for the columns [low, high) of the path to `node`. Eviction hears of pages that became idle."""
-    if low >= high:
-        return
-    at, idle = node, 0
-    while True:
-        start = at.start
-        if start < high:
-            copy: Copy = at.host if tier else at.device  # type: ignore[assignment]
-            first = low - start if low > start else 0
-            last = high - start
-            if last > at.n:
-                last = at.n
-            reads = copy.reads[g]
-            assert reads is not None, "a column has no reader to leave"
-            before = reads[first:last]
-            assert 0 not in before, "a column has no reader to leave"
-            reads[first:last] = before.translate(_LESS)
-            if 1 in before:
-                here = _there(copy, g, first, before, 1)
-                if here:
-                    idle += here
-                    tree.queues[g, tier].add(at, copy)
-            if _CROWD in before:
-                _less_of_a_crowd(copy, g, start, first, before)
-        if start <= low:
-            break
-        at = at.parent  # type: ignore[assignment]
+    idle = 0
+    for at, first, last in tree.cover(node, low, high):
+        copy: Copy = at.host if tier else at.device  # type: ignore[assignment]
+        reads = copy.reads[g]
+        assert reads is not None, "a column has no reader to leave"
+        before = reads[first:last]
+        assert 0 not in before, "a column has no reader to leave"
+        reads[first:last] = before.translate(_LESS)
+        if 1 in before:
+            here = _there(copy, g, first, before, 1)
+            if here:
+                idle += here
+                tree.queues[g, tier].add(at, copy)
+        if _CROWD in before:
+            _less_of_a_crowd(copy, g, at.start, first, before)
     if idle:
         tree.pools[tier][g].idle += idle
 

@@ -13,6 +13,7 @@ from .lease import Lease, PageCopy
 from .pool import FLIGHT, LEASE
 from .publish import Publisher
 from .room import Room
+from .slots import drop_slot, put_slot
 from .tree import Tree
 
 _new = tuple.__new__  # a NamedTuple in a third of the time
@@ -105,7 +106,7 @@ class Snapshots:
         page, node = snapshot.page, lease.node
         if node.start >= page:
             node = tree.node_at(node, page)
-        kept = [g for g, slot in snapshot.slots.items() if tree.put_slot(node, DEVICE, g, page, slot)]
+        kept = [g for g, slot in snapshot.slots.items() if put_slot(tree, node, DEVICE, g, page, slot)]
         if tree.has_host or tree.told in kept:
             self.publisher.snapshot_is_real(lease, node, page, kept, snapshot.rolling)
         if lease.cuts:
@@ -114,7 +115,7 @@ class Snapshots:
             if lease.rolling and lease.rolling != page:
                 for g, slot in self._rolling(lease).items():
                     if not tree.pools[DEVICE][g].readers[slot]:
-                        tree.drop_slot(tree.node_at(lease.node, lease.rolling), DEVICE, g, lease.rolling)
+                        drop_slot(tree, tree.node_at(lease.node, lease.rolling), DEVICE, g, lease.rolling)
             lease.rolling = page if kept else 0  # what stands there may be somebody else's
 
     def pass_cuts(self, lease: Lease, upto: int, flights: dict[int, Flight]) -> None:
@@ -159,7 +160,7 @@ class Snapshots:
         for g, slot in list(lease.working.items()):
             tree.pools[DEVICE][g].move_one(slot, LEASE, FLIGHT)
             del lease.working[g]
-            if tree.put_slot(node, DEVICE, g, page, slot):
+            if put_slot(tree, node, DEVICE, g, page, slot):
                 kept.append(g)
         self.counts["states_published"] += 1
         self.publisher.snapshot_is_real(lease, node, page, kept, False)

@@ -18,6 +18,7 @@ from .node import Copy, Node
 from .pool import FLIGHT, TREE, Ids
 from .readers import unread_columns
 from .runs import Ranges, picked, runs_of
+from .slots import put_slot
 from .tree import Cover, Tree, as_ids
 
 Parts = dict[int, tuple[Ids, Ids]]
@@ -182,7 +183,7 @@ class Ledger:
             (depth - 1, depth)
             for low, high in where
             for depth in range(low + 1, high + 1)
-            if tree.put_slot(tree.node_at(transfer.node, depth), tier, g, depth, next(slots))
+            if put_slot(tree, tree.node_at(transfer.node, depth), tier, g, depth, next(slots))
         ]
 
     def announce(self, node: Node, tier: int, ranges: Ranges) -> None:

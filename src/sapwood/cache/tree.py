@@ -20,7 +20,8 @@ from .loose import LooseQueue
 from .namespace import Namespace
 from .node import Copy, Node, Root
 from .path import Path, agree
-from .pool import FLIGHT, TREE, Ids, PagePool
+from .pool import TREE, Ids, PagePool
+from .slots import drop_slot, split_slots
 
 _IN_SHELF = 1
 
@@ -30,16 +31,6 @@ Cover = list[tuple[Node, int, int]]  # nodes of a path, deepest first, and which
 def as_ids(pages: bytes | bytearray) -> Ids:
     """Page ids from the bytes they are kept as. A copy: a view would forbid a bytearray to grow."""
     return np.frombuffer(bytes(pages), np.int32)
-
-
-def use_slot(copy: Copy, depth: int, now: int) -> None:
-    """The snapshot at `depth` is used now: `seen` is kept in the order in which snapshots were last used."""
-    seen = copy.seen
-    if seen is None:
-        copy.seen = {depth: now}
-    else:
-        seen.pop(depth, 0)
-        seen[depth] = now
 
 
 class Shelf:
@@ -233,22 +224,9 @@ class Tree:
             top.crowds = {key: more for key, more in low.crowds.items() if key[1] < end}
             low.crowds = {key: more for key, more in low.crowds.items() if key[1] >= end}
         if low.seen:
-            self._split_slots(upper, top, low, tier)
+            split_slots(self, upper, top, low, tier)
         if top.count and not top.kids and not top.holds:
             self.shelve(upper, top, tier)
-
-    def _split_slots(self, upper: Node, top: Copy, low: Copy, tier: int) -> None:
-        seen, end = low.seen, upper.start + upper.n
-        assert seen is not None
-        top.seen = {depth: at for depth, at in seen.items() if depth <= end} or None
-        low.seen = {depth: at for depth, at in seen.items() if depth > end} or None
-        for g in self.slots:
-            slots = low.pages[g]
-            if slots:
-                top.pages[g] = {depth: slot for depth, slot in slots.items() if depth <= end} or None
-                low.pages[g] = {depth: slot for depth, slot in slots.items() if depth > end} or None
-                if top.pages[g]:
-                    self.queues[g, tier].add(upper, top)
 
     def attach(self, parent: Node, edge: bytes | bytearray, n: int) -> Node:
         """A new child of `parent`, with nothing in it yet."""
@@ -576,7 +554,7 @@ class Tree:
                     del reads[keep:]
             for g in self.slots:
                 for depth in [depth for depth in copy.pages[g] or () if depth > node.start + keep]:
-                    self.drop_slot(node, t, g, depth)
+                    drop_slot(self, node, t, g, depth)
                     self.count_evicted(node, t, g, 1)
             self._drop_closed(node, t, keep)
 
@@ -597,43 +575,6 @@ class Tree:
         self.count_evicted(node, tier, g, len(ids))
         self.version += 1
         return len(ids)
-
-    def put_slot(self, node: Node, tier: int, g: int, depth: int, slot: int) -> bool:
-        """A snapshot in flight becomes the tree's, at `depth` in `node`; it is freed if there is one already."""
-        pool = self.pools[tier][g]
-        copy: Copy = node.host if tier else node.device  # type: ignore[assignment]
-        slots = copy.pages[g]
-        if slots is None:
-            copy.pages[g] = {depth: slot}
-        elif depth in slots:
-            pool.release_one(slot, FLIGHT)
-            return False
-        else:
-            deepest = next(reversed(slots), 0)
-            slots[depth] = slot
-            if depth < deepest:
-                copy.pages[g] = dict(sorted(slots.items()))
-        pool.move_one(slot, FLIGHT, TREE)
-        pool.idle += 1
-        use_slot(copy, depth, self.now)
-        self.queues[g, tier].add(node, copy)
-        return True
-
-    def drop_slot(self, node: Node, tier: int, g: int, depth: int) -> None:
-        """Free the snapshot at `depth`. Nobody may read it."""
-        copy = self.copy_in(node, tier)
-        slot = copy.pages[g].pop(depth)
-        assert copy.seen is not None
-        if all(depth not in (copy.pages[other] or ()) for other in self.slots):
-            del copy.seen[depth]
-            for loose in self.loose:  # the window before it may stand between others now
-                if copy.pages[loose]:
-                    self.queues[loose, tier].add(node, copy)
-        if self.announcing and g == self.told:
-            tell_removed(self, node, tier, range(depth - node.start - 1, depth - node.start))
-        self.pools[tier][g].release_one(slot, TREE)
-        self.pools[tier][g].idle -= 1
-        self.version += 1
 
     def count_evicted(self, node: Node, tier: int, g: int, pages: int) -> None:
         self.evicted[tier][g] += pages
