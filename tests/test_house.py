@@ -190,14 +190,18 @@ def test_the_package_is_typed():
 
 
 def chain_of(cache: HybridPrefixCache, tokens: bytes, nodes: int) -> Lease:
-    """One request whose path has a node for every two pages: a snapshot stands at the end of each, then goes."""
+    """One request whose path has a node for every two pages, as if others had parted from it at the end of each."""
     lease, _ = cache.admit(ask(cache, tokens, BASE), 1)
-    for step in range(1, nodes + 1):
-        assert cache.grow(lease, 2 * step)
-        cache.opening(lease, step)
-        cache.publish(lease, tokens, 2 * step, step)
-        cache.checkpoint(lease, 2 * step, step)
-        cache.step_commit(step)
+    assert cache.grow(lease, 2 * nodes)
+    cache.opening(lease, 1)
+    cache.publish(lease, tokens, 2 * nodes, 1)
+    cache.checkpoint(lease, 2 * nodes, 1)
+    cache.step_commit(1)
+    whole = [lease.node]
+    while whole:  # in halves: each cut copies what is left of an edge
+        lower = whole.pop()
+        if lower.n > 2:
+            whole += [cache._tree.split(lower, lower.n // 4 * 2), lower]
     assert cache.stats()["nodes"] == nodes
     return lease
 
