@@ -253,7 +253,7 @@ class Lease:
 
 class Holder:
     """A pin that is not a lease: on a path in some tiers, and on pages of its columns [low, high), until let go.
-    Made by `hold`, or right here for snapshots that somebody reads already and hands over."""
+    Made by `hold`, or right here for what somebody reads already and hands over."""
 
     __slots__ = ("columns", "detached", "node", "pages", "root", "spans", "tiers")
 

@@ -145,12 +145,12 @@ class Publisher:
                 moved[g].append(one)
                 upto[g] = last
                 mine, reads = there[g], copy.reads[g]
-                if type(mine) is bytearray and reads is not None:
-                    mine += one
-                    reads.append(1)
-                else:
-                    there[g] = bytearray().join((mine or bytes(4 * n - 4), one))  # bytes: what came from host rests
-                    copy.reads[g] = bytearray().join((reads or bytes(n - 1), b"\1"))
+                if mine is None:
+                    mine = there[g] = bytearray(4 * n - 4)
+                if reads is None:
+                    reads = copy.reads[g] = bytearray(n - 1)
+                mine += one
+                reads.append(1)
                 if host:
                     _longer(node.host, g, 1)  # type: ignore[arg-type]
             lease.depth = last
