@@ -357,14 +357,8 @@ class Publisher:
                 if pages is None:
                     pages = copy.pages[g] = bytearray(4 * node.n)
                 pages[4 * first : 4 * last] = mine
-            reads = copy.reads[g]
-            if reads is None:
-                reads = copy.reads[g] = bytearray(node.n)
-            if any(reads[first:last]):
-                tree.pools[DEVICE][g].idle += reads.count(0, first, last)
-                read(tree, node, DEVICE, g, begin, node.start + last)
-            else:
-                reads[first:last] = b"\1" * (last - first)
+            tree.pools[DEVICE][g].idle += unread_columns(copy, g, first, last)  # for a moment: its maker reads it
+            read(tree, node, DEVICE, g, begin, node.start + last)
             filled.append((begin, mine))
         lease.upto[g] = upto
         if filled:

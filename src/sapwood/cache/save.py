@@ -41,6 +41,7 @@ class Saves:
         end = node.start + node.n
         path = tree.cover(node, span.first, span.last if span.last < end else end)
         if tree.promises and path and self._below_promises(path[-1][0]):
+            self.ledger.counts["saves_skipped"] += 1
             return None
         where: dict[int, Ranges] = {}
         sources: dict[tuple[int, int], bytes] = {}
