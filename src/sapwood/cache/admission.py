@@ -13,7 +13,7 @@ from .load import Loads
 from .node import Node
 from .path import Path
 from .pool import FLIGHT, FREE, LEASE, UNHOOKED, Ids
-from .readers import idle_in, read
+from .readers import count_all, idle_in
 from .room import Room
 from .runs import HOLE
 from .slots import use_slot
@@ -188,6 +188,7 @@ class Desk:
         sibling = match.sibling
         fits = room.has(DEVICE, need)
         if not fits:
+            count_all(tree)
             less = self._less(match, wish, need)
             if not room.can_make(DEVICE, need, less):
                 fewer = self._shrunk(match, wish, upto, keep, less)
@@ -245,7 +246,6 @@ class Desk:
             more = pools[g].take(columns - end, LEASE) if columns > end else b""
             lease.tables[g] = bytearray().join((bytes(4 * low), raw, more))
             lease.low[g], lease.upto[g] = low, end
-            read(tree, lease.node, DEVICE, g, low, end)
         if tree.slots:
             self._take_slots(lease, boundary)
         if tree.promises:
@@ -393,6 +393,8 @@ class Desk:
         root.holders[lease] = None
         if root.hooked:
             tree.pin(node, DEVICE)
+            if tree.loose:
+                lease.counted, tree.quiet[lease] = False, None
         else:
             lease.detached = True
             tree.unhooked[root] = None
@@ -408,8 +410,6 @@ class Desk:
         lease.tables[g] = table
         lease.upto[g] = len(table) // 4
         lease.low[g] = spans[0][0] if spans else lease.upto[g]
-        for low, high in lease.reading(g):
-            read(tree, lease.node, DEVICE, g, low, high)
 
     def seat(self, lease: Lease) -> None:
         """All pages of the path are on the device: the lease's tables follow it."""

@@ -167,7 +167,7 @@ class _Check:
             columns, ids = lease.adopted(g)
             if lease.detached:
                 np.add.at(self.readers[DEVICE][g], ids, 1)
-            elif g in tree.loose:
+            elif g in tree.loose and lease.counted:
                 self._reads(lease.node, DEVICE, g, lease.reading(g))
             if not lease.detached:
                 self._follows(lease, g, columns, ids)
@@ -196,7 +196,7 @@ class _Check:
             if g in self.tree.slots or holder.detached:
                 np.add.at(self.readers[tier][g], as_ids(ids), 1)
         if not holder.detached:
-            for (tier, g), where in holder.spans.items():
+            for (tier, g), where in holder.spans.items() if holder.counted else ():
                 self._reads(holder.node, tier, g, where)
             for tier in holder.tiers:
                 self.pins[tier][holder.node] += 1

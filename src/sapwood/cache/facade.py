@@ -28,6 +28,7 @@ from .match import Matcher
 from .namespace import Namespace
 from .pool import LEASE, OWNERS, Ids, PagePool
 from .publish import Publisher
+from .readers import count_all
 from .room import Room
 from .save import Saves
 from .snapshots import Snapshots
@@ -545,6 +546,7 @@ class HybridPrefixCache:
         """Whether the end of this lease would give anybody else a page or a slot."""
         self._live(lease)
         tree = self._tree
+        count_all(tree)
         if lease.working or (not lease.detached and tree.closed and lease.depth and lease.node.device.holds == 1):
             return True
         for g in tree.paged:

@@ -87,7 +87,8 @@ class Follower:
                 if lease.detached:
                     self.tree.pools[DEVICE][g].unread_one(page)
                     continue
-                unread_one(self.tree, lease.node, g, low)
+                if lease.counted:
+                    unread_one(self.tree, lease.node, g, low)
             else:
                 who += [i] * (end - low)
                 columns += range(low, end)
@@ -102,7 +103,7 @@ class Follower:
         pool = tree.pools[DEVICE][g]
         table = np.frombuffer(lease.tables[g], np.int32)
         split = min(max(lease.upto[g], low), high)
-        if not lease.detached:
+        if lease.counted and not lease.detached:
             for first, last in runs_of(table[low:split]):
                 unread(tree, lease.node, DEVICE, g, low + first, low + last)
         mine = [lease.own.pop((g, c)) for c in range(low, split) if (g, c) in lease.own] if lease.own else []
@@ -124,7 +125,7 @@ class Follower:
         table[4 * column : 4 * column + 4] = HOLE
         if page and lease.detached:
             tree.pools[DEVICE][g].unread_one(page)
-        elif page:
+        elif page and lease.counted:
             unread_one(tree, lease.node, g, column)
 
     def _give_up_run(self, lease: Lease, g: int, low: int, high: int) -> None:
@@ -137,9 +138,9 @@ class Follower:
         table[4 * low : 4 * high] = bytes(len(shared) + len(private))
         if shared and lease.detached:
             pool.unread(present(shared))
-        elif shared and HOLE not in shared:
+        elif shared and lease.counted and HOLE not in shared:
             unread(tree, lease.node, DEVICE, g, low, split // 4)
-        elif shared:
+        elif shared and lease.counted:
             for first, last in runs_of(np.frombuffer(bytes(shared), np.int32)):
                 unread(tree, lease.node, DEVICE, g, low + first, low + last)
         if private:
@@ -193,10 +194,11 @@ class Follower:
                 table[at.start + first : at.start + last] = there
         lease.tables[g] = bytearray(table.tobytes())
         lease.upto[g] = boundary
-        for low, high in lease.reading(g):
-            read(tree, node, DEVICE, g, low, high)
-        for low, high in before:
-            unread(tree, lease.node, DEVICE, g, low, high)
+        if lease.counted:
+            for low, high in lease.reading(g):
+                read(tree, node, DEVICE, g, low, high)
+            for low, high in before:
+                unread(tree, lease.node, DEVICE, g, low, high)
         lease.low[g] = spans[0][0] if spans else boundary
 
     def reseed(self, lease: Lease, boundary: int) -> None:

@@ -117,6 +117,7 @@ class Lease:
         "boundary",
         "copied",
         "copied_at",
+        "counted",
         "cuts",
         "deps",
         "depth",
@@ -178,6 +179,7 @@ class Lease:
         self.unsaved: list[Any] | None = None  # what it has made real and not offered for saving: the fields of a Span
         self.reason = ""  # why it was not served more, if it has been counted
         self.writes = True
+        self.counted = True  # as a reader of windows; else it is one of `Tree.quiet`
         self.detached = False
         self.ended = False
 
@@ -210,6 +212,13 @@ class Lease:
             if g in tree.loose:
                 unread(tree, self.node, DEVICE, g, column, column + 1)
         self.detached = True
+
+    def count_reads(self, tree: Tree) -> None:
+        """Become a counted reader of what it reads of groups that are not closed."""
+        self.counted = True
+        for g in tree.loose:
+            for low, high in self.reading(g):
+                read(tree, self.node, DEVICE, g, low, high)
 
     def seeds(self) -> dict[tuple[int, int], bytes]:
         """The snapshots it is to start from, as a `Holder` has them."""
@@ -255,7 +264,7 @@ class Holder:
     """A pin that is not a lease: on a path in some tiers, and on pages of its columns [low, high), until let go.
     Made by `hold`, or right here for what somebody reads already and hands over."""
 
-    __slots__ = ("columns", "detached", "node", "pages", "root", "spans", "tiers")
+    __slots__ = ("columns", "counted", "detached", "node", "pages", "root", "spans", "tiers")
 
     def __init__(
         self,
@@ -272,6 +281,7 @@ class Holder:
         self.columns = columns
         self.pages = pages  # (tier, group) -> ids, as bytes
         self.spans = spans  # (tier, group that is not closed) -> where they stand
+        self.counted = True  # as a reader of them; else it is one of `Tree.quiet`
         self.detached = False
         for tier in tiers:
             tree.pin(node, tier)
@@ -289,6 +299,13 @@ class Holder:
             self.pages[tier, g] = _pages_in(tree, self.node, tier, g, where)
         self.detached = True
 
+    def count_reads(self, tree: Tree) -> None:
+        """Become a counted reader of what it reads of groups that are not closed."""
+        self.counted = True
+        for (tier, g), where in self.spans.items():
+            for low, high in where:
+                read(tree, self.node, tier, g, low, high)
+
     def let_go(self, tree: Tree) -> None:
         del self.root.holders[self]
         if self.detached:
@@ -296,9 +313,12 @@ class Holder:
                 tree.pools[tier][g].unread(np.frombuffer(ids, np.int32))
             tree.forget_if_empty(self.root)
             return
-        for (tier, g), where in self.spans.items():
-            for low, high in where:
-                unread(tree, self.node, tier, g, low, high)
+        if self.counted:
+            for (tier, g), where in self.spans.items():
+                for low, high in where:
+                    unread(tree, self.node, tier, g, low, high)
+        else:
+            del tree.quiet[self]
         if tree.slots:
             for (tier, g), ids in self.pages.items():
                 if g in tree.slots:

@@ -231,7 +231,7 @@ class Loads:
                 new = (mine == 0) & (there != 0)
                 mine[new] = there[new]
                 del there
-                for a, b in runs_of(new):
+                for a, b in runs_of(new) if lease.counted else ():
                     read(tree, node, DEVICE, g, node.start + first + a, node.start + first + b)
 
     def _give_privately(self, transfer: Transfer, waiters: list[Lease]) -> None:

@@ -106,6 +106,7 @@ class Publisher:
         tree = self.tree
         closed, loose, paged, host = tree.closed, tree.loose, tree.paged, tree.has_host
         moved: list[list[bytearray]] = [[] for _ in tree.groups]
+        idle = [0] * len(tree.groups)
         fallen: list[Fallen] = []
         announcing, hashing = tree.announcing, tree.hashing
         told, save_pages = bool(closed) or not announcing or tree.told in loose, self.save_pages
@@ -147,10 +148,16 @@ class Publisher:
                 mine, reads = there[g], copy.reads[g]
                 if mine is None:
                     mine = there[g] = bytearray(4 * n - 4)
-                if reads is None:
-                    reads = copy.reads[g] = bytearray(n - 1)
                 mine += one
-                reads.append(1)
+                if lease.counted:
+                    if reads is None:
+                        reads = copy.reads[g] = bytearray(n - 1)
+                    reads.append(1)
+                else:
+                    if reads is not None:
+                        reads.append(0)
+                    idle[g] += 1
+                    tree.queues[g, DEVICE].add(node, copy)
                 if host:
                     _longer(node.host, g, 1)  # type: ignore[arg-type]
             lease.depth = last
@@ -167,6 +174,7 @@ class Publisher:
         for g in paged:
             if moved[g]:
                 tree.pools[DEVICE][g].hand(b"".join(moved[g]), LEASE, TREE)
+                tree.pools[DEVICE][g].idle += idle[g]
         return fallen
 
     def became_real(self, lease: Lease, node: Node, first: int, last: int, fills: list[Fill]) -> None:
@@ -357,8 +365,11 @@ class Publisher:
                 if pages is None:
                     pages = copy.pages[g] = bytearray(4 * node.n)
                 pages[4 * first : 4 * last] = mine
-            tree.pools[DEVICE][g].idle += unread_columns(copy, g, first, last)  # for a moment: its maker reads it
-            read(tree, node, DEVICE, g, begin, node.start + last)
+            tree.pools[DEVICE][g].idle += unread_columns(copy, g, first, last)
+            if lease.counted:  # then it was so for a moment
+                read(tree, node, DEVICE, g, begin, node.start + last)
+            else:
+                tree.queues[g, DEVICE].add(node, copy)
             filled.append((begin, mine))
         lease.upto[g] = upto
         if filled:
@@ -381,8 +392,11 @@ class Publisher:
         filled = runs_of(new)
         for low, high in filled:
             self.tree.pools[DEVICE][g].idle += unread_columns(node.device, g, first + low, first + high)
-        for low, high in runs_of(here):
-            read(self.tree, node, DEVICE, g, begin + low, begin + high)
+        if lease.counted:
+            for low, high in runs_of(here):
+                read(self.tree, node, DEVICE, g, begin + low, begin + high)
+        else:
+            self.tree.queues[g, DEVICE].add(node, node.device)
         for at in ((here != 0) & ~new).nonzero()[0].tolist():
             lease.own[g, begin + at] = int(here[at])
             duplicates.append((g, begin + at))

@@ -3,6 +3,10 @@
 A reader holds columns of a path, not page numbers: a run of columns is one slice in each node, wherever its pages lie.
 A column may be read while it is a hole, by a step whose pages were withdrawn under it; who fills it finds it read.
 Once a namespace is unhooked there are no columns any more, and pools count the readers of each page.
+
+Counting is for eviction alone. So leases and saves begin quietly (`Tree.quiet`): most come and go while free pages are
+enough, and are never counted. `count_all` counts them when somebody asks what eviction could take, or takes apart what
+they read; from then on they keep their counts up to date.
 """
 
 from __future__ import annotations
@@ -21,6 +25,13 @@ if TYPE_CHECKING:
 _CROWD: Final = 255  # so many readers, or more: how many more stands in `Copy.crowds`
 _MORE: Final = bytes([*range(1, 256), 255])
 _LESS: Final = bytes([0, *range(255)])
+
+
+def count_all(tree: Tree) -> None:
+    """Count whoever reads and is not counted yet: the counts are exact now."""
+    quiet, tree.quiet = tree.quiet, {}
+    for reader in quiet:
+        reader.count_reads(tree)
 
 
 def read(tree: Tree, node: Node, tier: int, g: int, low: int, high: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .pool import FREE
+from .readers import count_all
 from .tree import Tree
 
 
@@ -16,6 +17,8 @@ class Room:
         """Pages of a group that are free or that eviction can free. Exact."""
         tree = self.tree
         pool = tree.pools[tier][g]
+        if tree.quiet and pool.by_page:
+            count_all(tree)
         return pool.free + (pool.idle if pool.by_page else tree.shelves[tier].evictable)
 
     def has(self, tier: int, need: Mapping[int, int]) -> bool:
@@ -47,6 +50,8 @@ class Room:
     def make(self, tier: int, need: Mapping[int, int]) -> None:
         """Evict until every group has its pages free. Closed groups first: what falls with them helps the others."""
         tree = self.tree
+        if tree.quiet:
+            count_all(tree)
         pools = tree.pools[tier]
         short = 0
         for g in tree.closed:

@@ -7,17 +7,21 @@ is in the way: a hole, a page host has already, a promise, another save under wa
 
 from __future__ import annotations
 
+from struct import Struct
+
 import numpy as np
 
 from .group import DEVICE, HOST
 from .lease import Holder, Span, hold
 from .node import Copy, Node
-from .pool import FLIGHT
+from .pool import FLIGHT, FREE
 from .room import Room
-from .runs import HOLE, Ranges, picked, runs_of, spread
+from .runs import HOLE, Ranges, picked, runs_of, scattered
 from .transfer import Ledger, Operation, Parts, Transfer, host_runs
 from .tree import Cover, Tree
 
+frombuffer = np.frombuffer
+_raw = Struct("<i").pack
 _INT32 = np.dtype(np.int32)  # numpy looks a type up, which takes as long as all the rest of `frombuffer`
 
 
@@ -45,46 +49,58 @@ class Saves:
             return None
         where: dict[int, Ranges] = {}
         sources: dict[tuple[int, int], bytes] = {}
-        for at, low, high in reversed(path):
+        for at, low, high in reversed(path) if len(path) > 1 else path:
             self._to_save(at, low, high, where, sources)
         if not where:
             return None
-        first, last = end, 0
-        need = {}
-        for (_, g), raw in sources.items():
-            spots = where[g]
-            need[g] = len(raw) // 4
-            if spots[0][0] < first:
-                first = spots[0][0]
-            if spots[-1][1] > last:
-                last = spots[-1][1]
+        pools, need = tree.pools[HOST], {}
+        first, last, fits = end, 0, True
+        for g, spots in where.items():
+            low, high = spots[0][0], spots[-1][1]
+            if low < first:
+                first = low
+            if high > last:
+                last = high
+            n = need[g] = len(sources[DEVICE, g]) // 4
+            if n > pools[g].counts[FREE]:
+                fits = False
         spans = {(DEVICE, g): where[g] for g in self.loose if g in where}
-        guard = None
-        if not self.room.has(HOST, need):
-            guard = hold(tree, node, (DEVICE,), (first, last), sources, spans)
-            if not self.make_room(node, (last,), need):
-                guard.let_go(tree)
-                self.ledger.counts["saves_skipped"] += 1
-                return None
+        if not fits and not self._made(node, first, last, sources, spans, need):
+            self.ledger.counts["saves_skipped"] += 1
+            return None
         parts: Parts = {}
         came = {}
-        pools, n = tree.pools[HOST], last - first
-        source: bytes | bytearray
-        target: bytes | bytearray
+        whole = last - first
         for (_, g), source in sources.items():
-            target = came[g] = pools[g].take(need[g], FLIGHT)
-            if need[g] < n:
-                source, target = spread(where[g], source, first, last), spread(where[g], target, first, last)
-            parts[g] = (np.frombuffer(source, _INT32), np.frombuffer(target, _INT32))
+            n = need[g]
+            target = came[g] = pools[g].take(n, FLIGHT)
+            if n < whole:
+                parts[g] = scattered(where[g], source, target, first, whole)
+            else:
+                parts[g] = frombuffer(source, _INT32), frombuffer(target, _INT32)
         node.tried = node.device.used
-        op = self.ledger.number()
-        transfer = Transfer(tree, op, HOST, node, (first, last), parts, where, came, (DEVICE,), sources, spans)
-        if guard is not None:
-            guard.let_go(tree)
+        transfer = Transfer(
+            tree, self.ledger.number(), HOST, node, (first, last), parts, where, came, (DEVICE,), sources, spans
+        )
         for at, low, high in path:
             if at.start + low < last and at.start + high > first:
                 at.saving = [*at.saving, transfer] if at.saving else [transfer]
         return self.ledger.begin(transfer)
+
+    def _made(
+        self,
+        node: Node,
+        first: int,
+        last: int,
+        sources: dict[tuple[int, int], bytes],
+        spans: dict[tuple[int, int], Ranges],
+        need: dict[int, int],
+    ) -> bool:
+        """`make_room` for a save, of which nothing may go meanwhile."""
+        guard = hold(self.tree, node, (DEVICE,), (first, last), sources, spans)
+        fits = self.make_room(node, (last,), need)
+        guard.let_go(self.tree)
+        return fits
 
     @staticmethod
     def _below_promises(node: Node) -> bool:
@@ -145,8 +161,11 @@ class Saves:
             for g in self.closed:
                 if there[g]:
                     ids = bytes(there[g][4 * first : 4 * high])
-                    for column, run in self._unsaved(node, g, first, ids) if busy else ((start + first, ids),):
-                        _put_down(g, column, run, where, sources)
+                    if busy:
+                        for column, run in self._unsaved(node, g, first, ids):
+                            _put_down(g, column, run, where, sources)
+                    else:
+                        _put_down(g, start + first, ids, where, sources)
         for g in self.loose:
             if there[g]:
                 ids = bytes(there[g][4 * low : 4 * high])
@@ -158,15 +177,15 @@ class Saves:
                     _put_down(g, start + low, ids, where, sources)
         low, high = start + low, start + high
         for g in self.slots:
-            slots, saved = there[g] or {}, kept[g] or ()
+            slots, saved = there[g], kept[g] or ()
             new = []
-            for depth in reversed(slots):  # the deepest first: a chat may have had thousands of turns
+            for depth in reversed(slots) if slots else ():  # the deepest first: a chat may have had thousands of turns
                 if depth <= low:
                     break
                 if depth <= high and depth not in saved and not (busy and self._under_way(node, g, depth)):
                     new.append(depth)
             for depth in reversed(new):
-                _put_down(g, depth - 1, slots[depth].to_bytes(4, "little"), where, sources)
+                _put_down(g, depth - 1, _raw(slots[depth]), where, sources)
 
     @staticmethod
     def _under_way(node: Node, g: int, depth: int) -> bool:

@@ -234,9 +234,10 @@ class Steps:
         if held is not None:
             seeds = lease.seeds() if seeded else {}
             held.holders.append(hold(tree, old, (DEVICE,), (page, lease.depth), seeds, reading))
-        for (_, g), spans in reading.items():
-            for low, high in spans:
-                unread(tree, old, DEVICE, g, low, high)
+        if lease.counted:
+            for (_, g), spans in reading.items():
+                for low, high in spans:
+                    unread(tree, old, DEVICE, g, low, high)
         if seeded:  # while its anchor still stands below the snapshot
             self.follower.unseed(lease)
         if lease.depth > page:
@@ -328,10 +329,12 @@ class Steps:
         if lease.detached:
             for g in tree.paged:
                 tree.pools[DEVICE][g].unread(lease.adopted(g)[1])
-        else:
+        elif lease.counted:
             for g in tree.loose:
                 for low, high in lease.reading(g):
                     unread(tree, lease.node, DEVICE, g, low, high)
+        else:
+            del tree.quiet[lease]
         del lease.root.holders[lease]
         if not lease.detached:
             tree.unpin(lease.node, DEVICE)

@@ -53,8 +53,10 @@ class Transfer(Holder):
         reads: dict[tuple[int, int], bytes],
         spans: dict[tuple[int, int], Ranges],
     ) -> None:
-        read_held(tree, node, reads, spans)
+        read_held(tree, node, reads, {})
         Holder.__init__(self, tree, node, tiers, columns, reads, spans)
+        if spans:
+            self.counted, tree.quiet[self] = False, None
         self.op = op
         self.tier = tier  # where it writes
         self.first, self.last = columns

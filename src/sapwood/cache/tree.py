@@ -87,6 +87,7 @@ class Tree:
         self.nodes = 0
         self.promises = 0  # made by steps in flight
         self.evicted = [[0] * len(groups) for _ in self.tiers]
+        self.quiet: dict[Any, None] = {}  # who reads windows and is not counted yet, see readers.py
 
     # ---- roots
 

@@ -10,7 +10,7 @@ from .group import DEVICE
 from .lease import Lease
 from .node import Node, Root
 from .pool import TREE, UNHOOKED, Ids
-from .readers import counts
+from .readers import count_all, counts
 from .tree import Tree, as_ids
 
 
@@ -20,6 +20,7 @@ def unhook(tree: Tree, root: Root, silently: bool) -> None:
     Every holder turns its pins into reader counts by page; then the tree below the root is taken apart, so that no
     detached tree has to be kept: a page with readers is counted as unhooked, all others are free now.
     """
+    count_all(tree)
     for holder in root.holders:
         if isinstance(holder, Lease):
             note_promises(tree, holder)  # one that waits for a load may find promised pages on its path by now
