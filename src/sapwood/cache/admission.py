@@ -12,7 +12,7 @@ from .lease import Lease, Match, Sibling, hold
 from .load import Loads
 from .node import Node
 from .path import Path
-from .pool import FLIGHT, FREE, LEASE, UNHOOKED, Ids
+from .pool import FLIGHT, LEASE, UNHOOKED, Ids
 from .readers import count_all, idle_in
 from .room import Room
 from .runs import HOLE
@@ -230,7 +230,7 @@ class Desk:
         if keep.tokens:
             most += max(0, -(-keep.tokens // tree.page_size) - max(columns, depth))
         for g in tree.closed:
-            if most > pools[g].counts[FREE]:
+            if most > pools[g].free:
                 return None
         windows = self._windows_here(match, depth, columns, keep) if tree.loose else ()
         if windows is None or (tree.slots and not self._slots_here(path, boundary)):
@@ -267,7 +267,7 @@ class Desk:
             low = spans[0][0] if spans else boundary
             end = depth if depth > boundary and (family.reads_promised or not tree.promises) else boundary
             raw = match.path.device_raw(g, low, end)
-            if raw is None or max(0, columns - end) + keep.rows > tree.pools[DEVICE][g].counts[FREE]:
+            if raw is None or max(0, columns - end) + keep.rows > tree.pools[DEVICE][g].free:
                 return None
             windows.append((g, low, end, raw))
         return windows
@@ -282,7 +282,7 @@ class Desk:
                 seed = (place.pages[g] or _NO_SLOTS).get(boundary, 0)
                 if not seed:
                     return False
-            if not pool.counts[FREE] and pool.idle <= (seed > 0 and not pool.readers[seed]):
+            if not pool.free and pool.idle <= (seed > 0 and not pool.readers[seed]):
                 return False
         return True
 
@@ -297,7 +297,7 @@ class Desk:
                 slot = lease.seed[g] = place.pages[g][boundary]
                 pools[g].read_one(slot)
         for g in tree.slots:
-            if not pools[g].counts[FREE]:  # all that it reads is held: who goes now is somebody else's
+            if not pools[g].free:  # all that it reads is held: who goes now is somebody else's
                 tree.queues[g, DEVICE].evict(1)
             slot = lease.working[g] = pools[g].allocate_one(LEASE)
             lease.tables[g] += slot.to_bytes(4, "little")
@@ -343,7 +343,7 @@ class Desk:
             return None
         for g in tree.slots:
             pool = tree.pools[DEVICE][g]
-            if pool.counts[LEASE] or pool.counts[FLIGHT] or pool.counts[UNHOOKED]:
+            if pool.owned[LEASE] or pool.owned[FLIGHT] or pool.owned[UNHOOKED]:
                 return None
         start = match.start
         cuts = tuple(cut for cut in {match.depth, (match.length - 1) // tree.page_size} if cut)
@@ -405,7 +405,6 @@ class Desk:
         return lease, nodes
 
     def _read_loose(self, lease: Lease, g: int, wish: Wish) -> None:
-        tree = self.tree
         spans, table = wish.spans[g], wish.tables[g]
         lease.tables[g] = table
         lease.upto[g] = len(table) // 4

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from struct import Struct
 from typing import Any
 
 import numpy.typing as npt
@@ -40,6 +41,7 @@ from .transfer import Ledger, Operation
 from .tree import Tree
 from .unhook import unhook
 
+_each_page = Struct("4s").iter_unpack
 _NO_POOL = PagePool("nothing", 0)
 Tokens = bytes | bytearray | memoryview | npt.NDArray[Any] | Sequence[int]
 
@@ -239,10 +241,8 @@ class HybridPrefixCache:
         grown = {}
         for g in tree.paged:
             raw = grown[self.groups[g].name] = tree.pools[DEVICE][g].take(n, LEASE)
-            at = 0
-            for table in tables:
-                table[g] += raw[at : at + 4]
-                at += 4
+            for table, (one,) in zip(tables, _each_page(raw), strict=True):
+                table[g] += one
         return grown
 
     def table(self, lease: Lease, group: str) -> Ids:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from struct import Struct
 
 import numpy as np
 
@@ -18,8 +17,6 @@ from .readers import read, unread, unread_one
 from .runs import HOLE, present, runs_of
 from .slots import use_slot
 from .tree import Tree
-
-_id = Struct("<i").unpack_from
 
 
 class Follower:
@@ -79,16 +76,10 @@ class Follower:
             if low + 1 == end and not lease.own and low < lease.upto[g]:
                 who.append(i)
                 columns.append(low)
-                table, place = lease.tables[g], 4 * low
-                page = _id(table, place)[0]
-                if not page:
-                    continue
-                table[place : place + 4] = HOLE
-                if lease.detached:
-                    self.tree.pools[DEVICE][g].unread_one(page)
-                    continue
                 if lease.counted:
-                    unread_one(self.tree, lease.node, g, low)
+                    self._give_up_one(lease, g, low)
+                else:
+                    lease.tables[g][4 * low : 4 * end] = HOLE
             else:
                 who += [i] * (end - low)
                 columns += range(low, end)

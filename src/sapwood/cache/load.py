@@ -227,7 +227,7 @@ class Loads:
                 if pages is None:
                     continue
                 there = np.frombuffer(pages, np.int32)[first:last]
-                mine = table[node.start + first : node.start + last]
+                mine = table[node.start + first : node.start + first + len(there)]
                 new = (mine == 0) & (there != 0)
                 mine[new] = there[new]
                 del there

@@ -111,10 +111,10 @@ class LooseQueue:
         idle = pages != 0
         reads = copy.reads[g]
         if reads is not None:
-            idle &= np.frombuffer(bytes(reads), np.uint8) == 0
+            idle[: len(reads)] &= np.frombuffer(bytes(reads), np.uint8)[: len(pages)] == 0
         guarded = None
         if which == 0 and self.treasures:
-            guarded = self._guarded(node)
+            guarded = self._guarded(node)[: len(pages)]
         columns = (idle if guarded is None else idle & ~guarded).nonzero()[0]
         chosen = columns[:need] if which == 0 else columns[::-1][:need][::-1]
         del pages

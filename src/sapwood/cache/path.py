@@ -78,7 +78,12 @@ class Path:
             first = low - start if low > start else 0
             pages = node.device.pages[index]
             # Four zero bytes in a row are a hole, or two ids beside each other: only then look closer.
-            if pages is None or pages.find(HOLE, 4 * first, 4 * (high - start)) >= 0 or (patient and node.promised):
+            if (
+                pages is None
+                or len(pages) < 4 * node.n
+                or pages.find(HOLE, 4 * first, 4 * (high - start)) >= 0
+                or (patient and node.promised)
+            ):
                 missing = self._last_hole(node, index, first, min(high - start, node.n))
                 if missing >= 0:
                     return start + missing
@@ -90,7 +95,8 @@ class Path:
         there = np.zeros(last - first, np.bool_)
         for copy in (node.device, node.host if self.tier else None):
             if copy is not None and copy.pages[index] is not None:
-                there |= np.frombuffer(copy.pages[index], np.int32)[first:last] != 0
+                here = np.frombuffer(bytes(copy.pages[index]), np.int32)[first:last] != 0
+                there[: len(here)] |= here
         if not self.tree.families[index].reads_promised:
             for promise in node.promised or ():
                 for at in range(first, last):
@@ -137,7 +143,9 @@ class Path:
         parts.reverse()
         raw = b"".join(parts)
         # Four zero bytes in a row are a hole, or two ids beside each other: only then look closer.
-        return None if HOLE in raw and 0 in memoryview(raw).cast("i").tolist() else raw
+        if len(raw) < 4 * (high - low) or (HOLE in raw and 0 in memoryview(raw).cast("i").tolist()):
+            return None
+        return raw
 
     def device_run(self, index: int, low: int, high: int) -> bytearray:
         """The device pages of a group from `low` on, at most to `high`, as far as there is no hole."""

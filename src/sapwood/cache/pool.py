@@ -59,7 +59,6 @@ class PagePool:
     """The pages 1..capacity of one group in one tier; page 0 is never given out."""
 
     __slots__ = (
-        "_low",
         "_owner",
         "_places",
         "_reads",
@@ -68,9 +67,10 @@ class PagePool:
         "_stack_bytes",
         "by_page",
         "capacity",
-        "counts",
+        "free",
         "idle",
         "name",
+        "owned",
         "owner",
         "page_bytes",
         "readers",
@@ -85,12 +85,12 @@ class PagePool:
         self.owner = bytearray(capacity + 1)
         self.owner[0] = _NOBODY
         self._owner = np.frombuffer(self.owner, np.uint8)
-        self._stack = np.arange(1, capacity + 1, dtype=np.int32)  # free from `_low` on; grows towards the front
+        self._stack = np.arange(1, capacity + 1, dtype=np.int32)  # the last `free` of them are free
         self._stack_bytes = self._stack.view(np.uint8).data  # the same memory
         self._places = self._stack_bytes.cast("i")  # and again
-        self._low = 0
         self._scratch: npt.NDArray[np.int32] | None = None
-        self.counts = [capacity, 0, 0, 0, 0]
+        self.free = capacity
+        self.owned = [0, 0, 0, 0, 0]  # by owner: how many pages
         self._reads = array("i", bytes(4 * (capacity + 1)))
         self.readers: Ids = np.frombuffer(self._reads, np.int32)  # the same memory
         self.by_page = by_page  # eviction goes page by page, not by leaves of the tree
@@ -98,12 +98,13 @@ class PagePool:
         self.watch: Callable[[str, Ids], None] | None = None  # called with "taken" or "freed": for content checks
 
     @property
-    def free(self) -> int:
-        return self.capacity - self._low
+    def counts(self) -> list[int]:
+        """How many pages are free, and how many each owner has."""
+        return [self.free, *self.owned[1:]]
 
     @property
     def used_bytes(self) -> int:
-        return self._low * self.page_bytes
+        return (self.capacity - self.free) * self.page_bytes
 
     def allocate(self, n: int, owner: int) -> Ids:
         """Take n pages. Raises PoolError, with nothing changed, if there are fewer."""
@@ -111,18 +112,16 @@ class PagePool:
 
     def take(self, n: int, owner: int) -> bytes:
         """`allocate`, as bytes."""
-        low = self._low
-        end = low + n
-        if n < 1 or end > self.capacity:
+        free = self.free
+        if not 0 < n <= free:
             if not n:
                 return b""
-            raise PoolError(f"{self.name}: {n} pages asked for, {self.free} of {self.capacity} are free")
-        raw = self._stack_bytes[4 * low : 4 * end].tobytes()
-        self._low = end
+            raise PoolError(f"{self.name}: {n} pages asked for, {free} of {self.capacity} are free")
+        self.free = free - n
+        low = self.capacity - free
+        raw = self._stack_bytes[4 * low : 4 * (low + n)].tobytes()
         first = self._places[low]
-        if n == 1:
-            self.owner[first] = owner
-        elif raw == _order[4 * first : 4 * (first + n)]:
+        if raw == _order[4 * first : 4 * (first + n)]:
             self.owner[first : first + n] = _MARKS[owner] * n
         elif n <= _SOME:
             owners = self.owner
@@ -130,22 +129,20 @@ class PagePool:
                 owners[page] = owner
         else:
             self._owner[self._stack[low : low + n].astype(np.intp)] = owner
-        self.counts[FREE] -= n
-        self.counts[owner] += n
+        self.owned[owner] += n
         if self.watch is not None:
             self.watch("taken", np.frombuffer(raw, np.int32))
         return raw
 
     def allocate_one(self, owner: int) -> int:
         """`allocate` for a single page."""
-        low = self._low
-        if low >= self.capacity:
+        free = self.free
+        if not free:
             raise PoolError(f"{self.name}: a page asked for, none of {self.capacity} is free")
-        page = self._places[low]
-        self._low = low + 1
+        self.free = free - 1
+        page = self._places[self.capacity - free]
         self.owner[page] = owner
-        self.counts[FREE] -= 1
-        self.counts[owner] += 1
+        self.owned[owner] += 1
         if self.watch is not None:
             self.watch("taken", np.array([page], np.int32))
         return page
@@ -162,11 +159,10 @@ class PagePool:
         if not n:
             return
         self._hand(raw, n, owner, FREE)
-        low = self._low
+        low = self.capacity - self.free
         self._stack_bytes[4 * (low - n) : 4 * low] = raw
-        self._low = low - n
-        self.counts[owner] -= n
-        self.counts[FREE] += n
+        self.free += n
+        self.owned[owner] -= n
         if self.watch is not None:
             self.watch("freed", np.frombuffer(raw, np.int32))
 
@@ -175,10 +171,9 @@ class PagePool:
         if not 0 < page <= self.capacity or self.owner[page] != owner:
             self._complain(page, owner)
         self.owner[page] = FREE
-        self.counts[owner] -= 1
-        self.counts[FREE] += 1
-        low = self._low = self._low - 1
-        self._places[low] = page
+        self.owned[owner] -= 1
+        free = self.free = self.free + 1
+        self._places[self.capacity - free] = page
         if self.watch is not None:
             self.watch("freed", np.array([page], np.int32))
 
@@ -196,16 +191,16 @@ class PagePool:
             self.owner[first : first + n] = _MARKS[new] * n
         else:
             self._hand(raw, n, old, new)
-        self.counts[old] -= n
-        self.counts[new] += n
+        self.owned[old] -= n
+        self.owned[new] += n
 
     def move_one(self, page: int, old: int, new: int) -> None:
         """`move` for a single page."""
         if not 0 < page <= self.capacity or self.owner[page] != old:
             self._complain(page, old)
         self.owner[page] = new
-        self.counts[old] -= 1
-        self.counts[new] += 1
+        self.owned[old] -= 1
+        self.owned[new] += 1
 
     def _hand(self, raw: bytes | bytearray, n: int, old: int, new: int) -> int:
         """`hand`, without the counts. Returns the first of the ids if they are seen to be a run, else 0."""
@@ -272,7 +267,7 @@ class PagePool:
         raise PoolError(f"{self.name}: page {page} has no reader to leave")
 
     def free_ids(self) -> Ids:
-        ids: Ids = self._stack[self._low :].copy()
+        ids: Ids = self._stack[self.capacity - self.free :].copy()
         return ids
 
     def _owned(self, ids: Ids, owner: int) -> npt.NDArray[np.intp]:

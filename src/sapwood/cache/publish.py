@@ -11,7 +11,7 @@ from .announce import hash_path, tell_page, tell_stored
 from .flight import Fill, Flight, Promise, is_real, mark, note_promises
 from .group import DEVICE
 from .lease import Lease, Span
-from .node import Copy, Node
+from .node import Node
 from .path import agree
 from .pool import LEASE, TREE
 from .readers import read, unread_columns
@@ -104,62 +104,48 @@ class Publisher:
 
     def _any_rows(self, leases: Sequence[Lease], pages: Sequence[bytes]) -> list[Fallen]:
         tree = self.tree
-        closed, loose, paged, host = tree.closed, tree.loose, tree.paged, tree.has_host
+        closed, loose, host = tree.closed, tree.loose, tree.has_host
         moved: list[list[bytearray]] = [[] for _ in tree.groups]
-        idle = [0] * len(tree.groups)
         fallen: list[Fallen] = []
         announcing, hashing = tree.announcing, tree.hashing
+        queued = {g: tree.queues[g, DEVICE].bits[0] for g in loose}
         told, save_pages = bool(closed) or not announcing or tree.told in loose, self.save_pages
         for lease, page in zip(leases, pages, strict=True):
             if lease.detached or not lease.writes:
                 continue
             node, depth, upto = lease.node, lease.depth, lease.upto
-            copy, edge, last, at = node.device, node.edge, depth + 1, 4 * depth
-            there = copy.pages
-            grows = (  # as `can_grow` says
-                type(edge) is bytearray
-                and copy.holds - node.held == 1
-                and not node.children
-                and node.loading is None
-                and told
-                and (copy.count == node.n or not closed)
-                and not (host and node.host.holds)  # type: ignore[union-attr]
-            )
+            grows = told and type(node.edge) is bytearray and self.can_grow(node)
             for g in loose:
                 grows = grows and upto[g] == depth
             if not grows:
-                duplicates = self.publish(lease, page, depth, last, None, 0)
+                duplicates = self.publish(lease, page, depth, depth + 1, None, 0)
                 if duplicates:
                     fallen.append((lease, duplicates))
                 continue
-            edge += page
+            last, at, copy, tables = depth + 1, 4 * depth, node.device, lease.tables
+            there = copy.pages
+            node.edge += page
             node.n = n = node.n + 1
             node.crc = None
             for g in closed:
-                one = lease.tables[g][at : at + 4]
+                one = tables[g][at : at + 4]
                 there[g] += one
                 moved[g].append(one)
                 upto[g] = last
                 copy.count = n
             for g in loose:
-                one = lease.tables[g][at : at + 4]
+                one = tables[g][at : at + 4]
                 moved[g].append(one)
                 upto[g] = last
-                mine, reads = there[g], copy.reads[g]
-                if mine is None:
-                    mine = there[g] = bytearray(4 * n - 4)
-                mine += one
-                if lease.counted:
-                    if reads is None:
-                        reads = copy.reads[g] = bytearray(n - 1)
-                    reads.append(1)
-                else:
-                    if reads is not None:
-                        reads.append(0)
-                    idle[g] += 1
+                pages_here = there[g]
+                if pages_here is None or len(pages_here) < 4 * n - 4:
+                    pages_here = there[g] = (pages_here or bytearray()).ljust(4 * n - 4, b"\0")
+                pages_here += one
+                tree.pools[DEVICE][g].idle += 1
+                if lease.counted:  # then it was so for a moment
+                    read(tree, node, DEVICE, g, depth, last)
+                elif not copy.queued & queued[g]:
                     tree.queues[g, DEVICE].add(node, copy)
-                if host:
-                    _longer(node.host, g, 1)  # type: ignore[arg-type]
             lease.depth = last
             if announcing:
                 tell_page(tree, node, page)
@@ -171,10 +157,9 @@ class Publisher:
                     unsaved[1], unsaved[2] = last, node
                 else:
                     self.offer(lease, depth, last, node)
-        for g in paged:
+        for g in tree.paged:
             if moved[g]:
                 tree.pools[DEVICE][g].hand(b"".join(moved[g]), LEASE, TREE)
-                tree.pools[DEVICE][g].idle += idle[g]
         return fallen
 
     def became_real(self, lease: Lease, node: Node, first: int, last: int, fills: list[Fill]) -> None:
@@ -293,7 +278,12 @@ class Publisher:
         n = upto - depth
         end = offset + n * tree.page_bytes
         if node is lease.node and self.can_grow(node):
-            self.grow(node, tokens[offset:end], n)
+            if type(node.edge) is bytes:
+                node.edge = bytearray().join((node.edge, tokens[offset:end]))
+            else:
+                node.edge += tokens[offset:end]
+            node.n += n
+            node.crc = None
             copy = node.device
         else:
             child = tree.attach(node, bytearray(memoryview(tokens)[offset:end]), n)
@@ -329,20 +319,6 @@ class Publisher:
             return False
         return type(node.edge) is bytearray or len(node.edge) <= _THAW_BYTES
 
-    def grow(self, node: Node, more: bytes | bytearray, n: int) -> None:
-        """Lengthen the edge of a leaf; what it has of groups that are not closed gets holes there."""
-        tree = self.tree
-        if type(node.edge) is bytes:
-            node.edge = bytearray().join((node.edge, more))
-        else:
-            node.edge += more
-        node.n += n
-        node.crc = None
-        for g in tree.loose:
-            _longer(node.device, g, n)
-            if node.host is not None:
-                _longer(node.host, g, n)
-
     # ---- groups that are not closed
 
     def _fill(self, lease: Lease, g: int, upto: int, fills: list[Fill], duplicates: list[tuple[int, int]]) -> None:
@@ -356,15 +332,12 @@ class Publisher:
             copy = node.device
             pages = copy.pages[g]
             # Four zero bytes in a row are a hole, or two ids beside each other: only then look closer.
-            if HOLE in mine or (pages and pages.count(0, 4 * first, 4 * last) < len(mine)):
+            if HOLE in mine or (pages and any(pages[4 * first : 4 * last])):
                 filled += self._fill_holes(lease, g, node, first, last, duplicates)
                 continue
-            if pages is None and last - first == node.n:
-                copy.pages[g] = mine
-            else:
-                if pages is None:
-                    pages = copy.pages[g] = bytearray(4 * node.n)
-                pages[4 * first : 4 * last] = mine
+            if pages is None or len(pages) < 4 * first:
+                pages = copy.pages[g] = (pages or bytearray()).ljust(4 * first, b"\0")
+            pages[4 * first : 4 * last] = mine
             tree.pools[DEVICE][g].idle += unread_columns(copy, g, first, last)
             if lease.counted:  # then it was so for a moment
                 read(tree, node, DEVICE, g, begin, node.start + last)
@@ -383,8 +356,7 @@ class Publisher:
         """`_fill` for pages [first, last) of `node`, some of which the tree has or the lease has not."""
         begin = node.start + first
         here = np.frombuffer(bytes(lease.tables[g][4 * begin : 4 * (node.start + last)]), np.int32)
-        if node.device.pages[g] is None:
-            node.device.pages[g] = bytearray(4 * node.n)
+        node.device.pages[g] = (node.device.pages[g] or bytearray()).ljust(4 * last, b"\0")
         view = np.frombuffer(node.device.pages[g], np.int32)[first:last]
         new = (view == 0) & (here != 0)
         view[new] = here[new]
@@ -428,12 +400,3 @@ class Publisher:
             lease.tables[g][4 * column : 4 * column + 4] = theirs.to_bytes(4, "little")
             self.replaced.append(Replaced(lease, tree.groups[g].name, column, theirs))
         return left
-
-
-def _longer(copy: Copy, g: int, n: int) -> None:
-    """A leaf gets `n` pages longer: what it has of a group that is not closed gets holes there."""
-    if copy.pages[g] is not None:
-        copy.pages[g] += bytes(4 * n)
-    reads = copy.reads[g]
-    if reads is not None:
-        reads += bytes(n)

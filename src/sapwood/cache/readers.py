@@ -42,6 +42,8 @@ def read(tree: Tree, node: Node, tier: int, g: int, low: int, high: int) -> None
         reads = copy.reads[g]
         if reads is None:
             reads = copy.reads[g] = bytearray(at.n)
+        elif len(reads) < last:
+            reads += bytes(at.n - len(reads))
         before = reads[first:last]
         reads[first:last] = before.translate(_MORE)
         if 0 in before:
@@ -97,7 +99,7 @@ def idle_in(tree: Tree, node: Node, tier: int, g: int, spans: Ranges) -> int:
         for at, first, last in tree.cover(node, low, high):
             copy = tree.copy_in(at, tier)
             reads = copy.reads[g]
-            before = bytearray(last - first) if reads is None else reads[first:last]
+            before = (reads or bytearray())[first:last].ljust(last - first, b"\0")
             idle += _there(copy, g, first, before, 0) if 0 in before else 0
     return idle
 
@@ -105,7 +107,7 @@ def idle_in(tree: Tree, node: Node, tier: int, g: int, spans: Ranges) -> int:
 def unread_columns(copy: Copy, g: int, first: int, last: int) -> int:
     """How many of the columns [first, last) of a node, counted from its start, have no reader."""
     reads = copy.reads[g]
-    return last - first if reads is None else reads.count(0, first, last)
+    return last - first if reads is None else reads.count(0, first, last) + max(0, last - max(first, len(reads)))
 
 
 def counts(copy: Copy, g: int, start: int) -> dict[int, int]:
@@ -117,7 +119,7 @@ def counts(copy: Copy, g: int, start: int) -> dict[int, int]:
     ids = np.frombuffer(bytes(pages), np.int32).tolist()
     return {
         page: count + crowds.get((g, start + at), 0)
-        for at, (page, count) in enumerate(zip(ids, reads, strict=True))
+        for at, (page, count) in enumerate(zip(ids, reads, strict=False))
         if page and count
     }
 
@@ -130,9 +132,9 @@ def _there(copy: Copy, g: int, first: int, before: bytearray, count: int) -> int
     here = pages[4 * first : 4 * (first + len(before))]
     # Four zero bytes in a row are a hole, or two ids beside each other: only then look closer.
     if HOLE not in here:
-        return before.count(count)
+        return before.count(count, 0, len(here) // 4)
     ids = np.frombuffer(bytes(here), np.int32)
-    return int(np.count_nonzero((ids != 0) & (np.frombuffer(bytes(before), np.uint8) == count)))
+    return int(np.count_nonzero((ids != 0) & (np.frombuffer(bytes(before[: len(ids)]), np.uint8) == count)))
 
 
 def _more_of_a_crowd(copy: Copy, g: int, column: int, before: bytearray) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .pool import FREE
 from .readers import count_all
 from .tree import Tree
 
@@ -25,7 +24,7 @@ class Room:
         """Whether all of it is free already."""
         pools = self.tree.pools[tier]
         for g, n in need.items():  # noqa: SIM110  (a loop: this is asked of every request)
-            if n > pools[g].counts[FREE]:
+            if n > pools[g].free:
                 return False
         return True
 
@@ -34,7 +33,7 @@ class Room:
         pools = self.tree.pools[tier]
         for g, n in need.items():
             # What is free is there whatever `less` says: that only tells of pages which eviction could have taken.
-            if n > pools[g].counts[FREE] and n > self.available(tier, g) - (less.get(g, 0) if less else 0):
+            if n > pools[g].free and n > self.available(tier, g) - (less.get(g, 0) if less else 0):
                 return False
         return True
 

@@ -14,7 +14,7 @@ import numpy as np
 from .group import DEVICE, HOST
 from .lease import Holder, Span, hold
 from .node import Copy, Node
-from .pool import FLIGHT, FREE
+from .pool import FLIGHT
 from .room import Room
 from .runs import HOLE, Ranges, picked, runs_of, scattered
 from .transfer import Ledger, Operation, Parts, Transfer, host_runs
@@ -62,12 +62,16 @@ class Saves:
             if high > last:
                 last = high
             n = need[g] = len(sources[DEVICE, g]) // 4
-            if n > pools[g].counts[FREE]:
+            if n > pools[g].free:
                 fits = False
         spans = {(DEVICE, g): where[g] for g in self.loose if g in where}
-        if not fits and not self._made(node, first, last, sources, spans, need):
-            self.ledger.counts["saves_skipped"] += 1
-            return None
+        guard = None
+        if not fits:
+            guard = hold(tree, node, (DEVICE,), (first, last), sources, spans)
+            if not self.make_room(node, (last,), need):
+                guard.let_go(tree)
+                self.ledger.counts["saves_skipped"] += 1
+                return None
         parts: Parts = {}
         came = {}
         whole = last - first
@@ -82,25 +86,12 @@ class Saves:
         transfer = Transfer(
             tree, self.ledger.number(), HOST, node, (first, last), parts, where, came, (DEVICE,), sources, spans
         )
+        if guard is not None:
+            guard.let_go(tree)
         for at, low, high in path:
             if at.start + low < last and at.start + high > first:
                 at.saving = [*at.saving, transfer] if at.saving else [transfer]
         return self.ledger.begin(transfer)
-
-    def _made(
-        self,
-        node: Node,
-        first: int,
-        last: int,
-        sources: dict[tuple[int, int], bytes],
-        spans: dict[tuple[int, int], Ranges],
-        need: dict[int, int],
-    ) -> bool:
-        """`make_room` for a save, of which nothing may go meanwhile."""
-        guard = hold(self.tree, node, (DEVICE,), (first, last), sources, spans)
-        fits = self.make_room(node, (last,), need)
-        guard.let_go(self.tree)
-        return fits
 
     @staticmethod
     def _below_promises(node: Node) -> bool:
@@ -170,7 +161,7 @@ class Saves:
             if there[g]:
                 ids = bytes(there[g][4 * low : 4 * high])
                 # Four zero bytes in a row are a hole, or two ids beside each other: only then look closer.
-                if busy or HOLE in ids or (kept[g] and kept[g].count(0, 4 * low, 4 * high) < len(ids)):
+                if busy or HOLE in ids or (kept[g] and any(kept[g][4 * low : 4 * high])):
                     for column, run in self._unsaved(node, g, low, ids):
                         _put_down(g, column, run, where, sources)
                 else:
@@ -200,7 +191,8 @@ class Saves:
         want = pages != 0
         there = tree.copy_in(node, HOST).pages[g]
         if not closed and there is not None:
-            want &= np.frombuffer(bytes(there), np.int32)[first : first + len(pages)] == 0
+            saved = np.frombuffer(bytes(there), np.int32)[first : first + len(pages)]
+            want[: len(saved)] &= saved == 0
         begin = node.start + first
         for at in want.nonzero()[0].tolist():
             for promise in node.promised or ():

@@ -152,7 +152,9 @@ class Ledger:
                 pages = copy.pages[g]
                 a, b = at.start + low, at.start + high
                 if pages is None:
-                    pages = copy.pages[g] = bytearray(4 * at.n)
+                    pages = copy.pages[g] = bytearray(4 * high)
+                elif len(pages) < 4 * high:
+                    pages += bytes(4 * high - len(pages))
                 ids = raw[4 * (a - begin) : 4 * (b - begin)]
                 here = [(a, b)]
                 if pages.count(0, 4 * low, 4 * high) == len(ids):

@@ -215,7 +215,7 @@ class Tree:
             pages = low.pages[g]
             if pages is not None:
                 top.pages[g] = pages[: 4 * k]
-                low.pages[g] = pages[4 * k :]
+                low.pages[g] = pages[4 * k :] or None
                 self.queues[g, tier].add(upper, top)
             reads = low.reads[g]
             if reads is not None:
@@ -561,8 +561,12 @@ class Tree:
 
     def drop_loose(self, node: Node, tier: int, g: int, columns: range | Ids) -> int:
         """Free pages of a group that is not closed; they become holes. Nobody may read them. Returns how many."""
-        pages = np.frombuffer(self.copy_in(node, tier).pages[g], np.int32)
+        held = self.copy_in(node, tier).pages[g]
+        if not held:
+            return 0
+        pages = np.frombuffer(held, np.int32)
         at = np.asarray(columns, np.int64)
+        at = at[at < len(pages)]
         at = at[pages[at] != 0]
         if not len(at):
             return 0
