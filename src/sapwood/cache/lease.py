@@ -322,8 +322,11 @@ class Holder:
         if tree.slots:
             for (tier, g), ids in self.pages.items():
                 if g in tree.slots:
-                    pool = tree.pools[tier][g]
-                    if True in [pool.unread_one(slot) for slot in memoryview(ids).cast("i")]:
+                    pool, idle = tree.pools[tier][g], False
+                    for slot in memoryview(ids).cast("i"):
+                        if pool.unread_one(slot):
+                            idle = True
+                    if idle:
                         tree.requeue(self.node, tier, g, *self.columns)
         for tier in self.tiers:
             if not tier:

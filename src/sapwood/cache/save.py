@@ -14,7 +14,7 @@ import numpy as np
 from .group import DEVICE, HOST
 from .lease import Holder, Span, hold
 from .node import Copy, Node
-from .pool import FLIGHT
+from .pool import FLIGHT, TREE
 from .room import Room
 from .runs import HOLE, Ranges, picked, runs_of, scattered
 from .transfer import Ledger, Operation, Parts, Transfer, host_runs
@@ -169,7 +169,7 @@ class Saves:
         low, high = start + low, start + high
         for g in self.slots:
             slots, saved = there[g], kept[g] or ()
-            new = []
+            new: list[int] = []
             for depth in reversed(slots) if slots else ():  # the deepest first: a chat may have had thousands of turns
                 if depth <= low:
                     break
@@ -230,20 +230,19 @@ class Saves:
     def land(self, transfer: Transfer, path: Cover) -> int:
         """What has come to host is the tree's now, or is freed where host has it already. `path` is what the transfer
         covers. Returns how many pages landed; those of closed groups, which come together, count once."""
-        tree, ledger = self.tree, self.ledger
-        landed = 0
+        tree, ledger, closed = self.tree, self.ledger, self.tree.closed
+        landed, nodes = 0, tree.nodes
         for g, where in transfer.ranges.items():
-            nodes = tree.nodes
-            if g in tree.slots:
-                kept = ledger.land_slot(transfer, g, where)
-            elif g not in tree.closed:
-                kept = ledger.land_loose(transfer, g, where, path)
-            elif g == tree.closed[0]:
+            if g in closed:
+                if g != closed[0]:
+                    continue
                 kept = self._land_closed(transfer, where, path)
+                if tree.nodes != nodes:  # one was split
+                    path = tree.cover(transfer.node, transfer.first, transfer.last)
+            elif g in tree.loose:
+                kept = ledger.land_loose(transfer, g, where, path)
             else:
-                continue
-            if tree.nodes != nodes:  # one was split
-                path = tree.cover(transfer.node, transfer.first, transfer.last)
+                kept = ledger.land_slot(transfer, g, where)
             if g == tree.told:
                 ledger.announce(transfer.node, HOST, kept)
             for low, high in kept:
@@ -255,6 +254,11 @@ class Saves:
     def _land_closed(self, transfer: Transfer, where: Ranges, path: Cover) -> Ranges:
         """Host copies of closed groups: the first pages of each node. A gap before them becomes a node of its own."""
         tree = self.tree
+        if len(path) == 1 and len(where) == 1 and path[0][0].start + path[0][0].host.count == where[0][0]:  # type: ignore[union-attr]
+            tree.put_closed(path[0][0], HOST, transfer.came)
+            for g in tree.closed:
+                tree.pools[HOST][g].hand(transfer.came[g], FLIGHT, TREE)
+            return where
         kept: Ranges = []
         for low, high in where:
             whole = low == transfer.first and high == transfer.last

@@ -17,15 +17,15 @@ def put_slot(tree: Tree, node: Node, tier: int, g: int, depth: int, slot: int) -
     pool = tree.pools[tier][g]
     copy: Copy = node.host if tier else node.device  # type: ignore[assignment]
     slots = copy.pages[g]
-    if slots is None:
+    if not slots:
         copy.pages[g] = {depth: slot}
     elif depth in slots:
         pool.release_one(slot, FLIGHT)
         return False
     else:
-        deepest = next(reversed(slots), 0)
+        in_order = next(reversed(slots)) < depth
         slots[depth] = slot
-        if depth < deepest:
+        if not in_order:
             copy.pages[g] = dict(sorted(slots.items()))
     pool.move_one(slot, FLIGHT, TREE)
     pool.idle += 1
@@ -37,11 +37,12 @@ def put_slot(tree: Tree, node: Node, tier: int, g: int, depth: int, slot: int) -
 def use_slot(copy: Copy, depth: int, now: int) -> None:
     """The snapshot at `depth` is used now: `seen` is kept in the order in which snapshots were last used."""
     seen = copy.seen
-    if seen is None:
+    if not seen:
         copy.seen = {depth: now}
-    else:
-        seen.pop(depth, 0)
-        seen[depth] = now
+        return
+    if depth in seen:
+        del seen[depth]
+    seen[depth] = now
 
 
 def drop_slot(tree: Tree, node: Node, tier: int, g: int, depth: int) -> None:

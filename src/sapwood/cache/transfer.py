@@ -142,53 +142,65 @@ class Ledger:
         """Put pages into the holes of a path; where one was filled meanwhile, free. Returns the filled ranges.
         `path` is what the whole transfer covers."""
         tree, tier = self.tree, transfer.tier
-        queue = tree.queues[g, tier]
         raw = transfer.came[g]
         kept: Ranges = []
         for begin, end in where:
             whole = begin == transfer.first and end == transfer.last
             for at, low, high in path if whole else tree.cover(transfer.node, begin, end):
-                copy: Copy = at.host if tier else at.device  # type: ignore[assignment]
-                pages = copy.pages[g]
-                a, b = at.start + low, at.start + high
-                if pages is None:
-                    pages = copy.pages[g] = bytearray(4 * high)
-                elif len(pages) < 4 * high:
-                    pages += bytes(4 * high - len(pages))
-                ids = raw[4 * (a - begin) : 4 * (b - begin)]
-                here = [(a, b)]
-                if pages.count(0, 4 * low, 4 * high) == len(ids):
-                    pages[4 * low : 4 * high] = ids
+                column = at.start + low
+                ids = raw[4 * (column - begin) : 4 * (column - begin + high - low)]
+                if self._land_run(g, at, tier, low, high, ids):
+                    kept.append((column, column + high - low))
                 else:
-                    here = self._land_in_holes(as_ids(ids), g, at, tier, low, high)
-                for a, b in here:
-                    tree.pools[tier][g].idle += unread_columns(copy, g, a - at.start, b - at.start)
-                kept += here
-                queue.add(at, copy)
+                    kept += self._land_in_holes(g, at, tier, low, high, as_ids(ids))
             raw = raw[4 * (end - begin) :]
-        kept.sort()
-        self.tree_owns(transfer, g, kept)
+        if len(kept) > 1:
+            kept.sort()
         return kept
 
-    def _land_in_holes(self, ids: Ids, g: int, node: Node, tier: int, low: int, high: int) -> Ranges:
-        """`land_loose` for pages [low, high) of `node`, some of which are there already."""
+    def _land_run(self, g: int, node: Node, tier: int, low: int, high: int, ids: bytes) -> bool:
+        """Put pages into [low, high) of `node`, if nothing is there."""
         tree = self.tree
-        begin = node.start + low
-        view = np.frombuffer(tree.copy_in(node, tier).pages[g], np.int32)[low:high]
+        copy: Copy = node.host if tier else node.device  # type: ignore[assignment]
+        pool, pages = tree.pools[tier][g], copy.pages[g]
+        if pages is None or len(pages) < 4 * low:
+            pages = copy.pages[g] = (pages or bytearray()).ljust(4 * low, b"\0")
+        elif any(pages[4 * low : 4 * high]):
+            return False
+        pages[4 * low : 4 * high] = ids
+        pool.hand(ids, FLIGHT, TREE)
+        pool.idle += unread_columns(copy, g, low, high)
+        tree.queues[g, tier].add(node, copy)
+        return True
+
+    def _land_in_holes(self, g: int, node: Node, tier: int, low: int, high: int, ids: Ids) -> Ranges:
+        """`_land_run` where some are there already: those that came for them are freed. Returns where others went."""
+        tree = self.tree
+        begin, copy, pool = node.start + low, tree.copy_in(node, tier), tree.pools[tier][g]
+        pages = copy.pages[g] = copy.pages[g].ljust(4 * high, b"\0")
+        view = np.frombuffer(pages, np.int32)[low:high]
         taken = view != 0
-        tree.pools[tier][g].release(ids[taken], FLIGHT)
+        pool.release(ids[taken], FLIGHT)
+        pool.move(ids[~taken], FLIGHT, TREE)
         view[~taken] = ids[~taken]
-        return [(begin + a, begin + b) for a, b in runs_of(~taken)]
+        filled = runs_of(~taken)
+        for a, b in filled:
+            pool.idle += unread_columns(copy, g, low + a, low + b)
+        tree.queues[g, tier].add(node, copy)
+        return [(begin + a, begin + b) for a, b in filled]
 
     def land_slot(self, transfer: Transfer, g: int, where: Ranges) -> Ranges:
-        tree, tier = self.tree, transfer.tier
-        slots = iter(memoryview(transfer.came[g]).cast("i"))
-        return [
-            (depth - 1, depth)
-            for low, high in where
-            for depth in range(low + 1, high + 1)
-            if put_slot(tree, tree.node_at(transfer.node, depth), tier, g, depth, next(slots))
-        ]
+        tree, tier, node = self.tree, transfer.tier, transfer.node
+        kept: Ranges = []
+        at = 0
+        slots = memoryview(transfer.came[g]).cast("i")
+        for low, high in where:
+            for depth in range(low + 1, high + 1):
+                place = node if node.start < depth else tree.node_at(node, depth)
+                if put_slot(tree, place, tier, g, depth, slots[at]):
+                    kept.append((depth - 1, depth))
+                at += 1
+        return kept
 
     def announce(self, node: Node, tier: int, ranges: Ranges) -> None:
         """Tell of ranges that came, those nearest the root first, neighbours in one breath."""
