@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH := $(VENV)/.bench
+COMPILED := build/compiled
 
-.PHONY: test test-all lint bench clean servers
+.PHONY: test test-all test-compiled compiled lint bench clean servers
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -15,6 +16,15 @@ $(STAMP): pyproject.toml constraints.txt
 $(BENCH): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
 	touch $@
+
+# The same package with the inner rooms of the cache compiled by mypyc, beside the one that is edited: setup.py says how.
+$(COMPILED)/.built: $(STAMP) setup.py $(shell find src -name '*.py')
+	rm -rf build
+	SAPWOOD_COMPILE=1 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+	  --target $(COMPILED) .
+	touch $@
+
+compiled: $(COMPILED)/.built  ## the compiled build, in build/compiled
 
 # What the store's tests talk to. Where it cannot be had, those tests are skipped and say so.
 servers:
@@ -30,13 +40,21 @@ test: $(STAMP) servers  ## everything that must hold, in a few minutes
 test-all: $(STAMP) servers  ## the same, and the long attacks
 	$(BIN)/python -m pytest -n 2
 
+test-compiled: servers  ## what the compiled rooms must do as the others do, on the compiled build
+	@if command -v $${CC:-cc} >/dev/null; then $(MAKE) compiled && \
+	  SAPWOOD_COMPILE=1 PYTHONPATH=$(COMPILED) $(BIN)/python -m pytest -m "not long" -n 2 tests/cache tests/scheduler tests/sim; \
+	else echo "no C compiler here: the compiled build is not tested"; fi
+
 lint: $(STAMP)  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict $(wildcard src/sapwood/cache src/sapwood/scheduler src/sapwood/store src/sapwood/engine)
 
-bench: $(BENCH)  ## figures, beside the yardsticks, in one run
+bench: $(BENCH)  ## figures, beside the yardsticks, in one run; then what compiling changes
 	$(BIN)/python -m benchmarks
+	@if command -v $${CC:-cc} >/dev/null; then $(MAKE) compiled && \
+	  PYTHONPATH=$(COMPILED) $(BIN)/python -m benchmarks cache scheduler; \
+	else echo "no C compiler here: the compiled build is not measured"; fi
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build src/*.egg-info

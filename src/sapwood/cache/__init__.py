@@ -1,5 +1,8 @@
 """The hybrid, hierarchical prefix cache: what is remembered. numpy and the standard library only; no clock, no I/O."""
 
+from typing import Final
+
+from . import tree
 from .admission import Keep
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from .explain import Explanation
@@ -17,7 +20,10 @@ from .stored import Missing, StoreOperation
 from .tokens import token_bytes
 from .transfer import Operation
 
+COMPILED: Final = not tree.__file__.endswith(".py")  # whether this is the compiled build, see setup.py
+
 __all__ = [
+    "COMPILED",
     "AllBlocksCleared",
     "Binding",
     "BlockRemoved",

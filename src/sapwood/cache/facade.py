@@ -419,11 +419,11 @@ class HybridPrefixCache:
 
     def save_done(self, op: int, ok: bool) -> Span | None:
         """A save is over; what host has now is visible. None if it failed or its namespace is gone."""
-        return self._saves.save_done(op, ok)
+        return self._saves.save_done(_number(op, "save"), ok)
 
     def load_done(self, op: int, ok: bool) -> Landed:
         """A load is over: leases that can go on, and leases that must be given back and admitted without host."""
-        landed = self._loads.load_done(op, ok)
+        landed = self._loads.load_done(_number(op, "load"), ok)
         for lease in landed.failed:
             self._uncount(lease)
         for lease in landed.ready:
@@ -483,7 +483,9 @@ class HybridPrefixCache:
         """A fetch is over: the first `pages` of its pages have arrived in every group that has a part there. They are
         visible now, each under its own tokens; where that cannot be, and beyond them, host pages are free again.
         Returns whether any of it was of use."""
-        return self._stored.fetch_done(op, ok, pages)
+        if type(pages) is not int:
+            raise ValueError(f"pages must be how many have arrived, got {pages!r:.40}")
+        return self._stored.fetch_done(_number(op, "fetch"), ok, pages)
 
     def begin_stay(self, binding: Binding, tokens: Tokens, upto: int) -> Stayed:
         """Keep on host what is there of the first `upto` pages of a prompt, for a request that waits to come in, until
@@ -506,7 +508,7 @@ class HybridPrefixCache:
     def backup_done(self, op: int, ok: bool) -> Span | None:
         """A backup is over. If it failed, what it was to keep: to be given to `begin_backups` again at any time, which
         takes what host has of it then. None if it was kept, or its namespace is gone."""
-        return self._stored.backup_done(op, ok)
+        return self._stored.backup_done(_number(op, "backup"), ok)
 
     # ---- questions
 
@@ -694,3 +696,10 @@ class HybridPrefixCache:
             if len(lease.tables[g]) < 4 * pages:
                 have = len(lease.tables[g]) // 4
                 raise ValueError(f"the lease has {have} pages of group {self.groups[g].name!r}, cannot publish {pages}")
+
+
+def _number(op: int, what: str) -> int:
+    """The number of an operation, seen to be one."""
+    if type(op) is not int:
+        raise ValueError(f"no {what} with number {op!r:.40} is under way")
+    return op

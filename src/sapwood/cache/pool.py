@@ -51,7 +51,7 @@ def _run(raw: bytes | bytearray) -> int:
     return first if raw == _order[4 * first : 4 * first + len(raw)] else 0
 
 
-class PoolError(RuntimeError):
+class PoolError(Exception):
     """Pages were given back or moved by somebody who does not own them, or more were asked for than there are."""
 
 

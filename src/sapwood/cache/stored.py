@@ -182,8 +182,8 @@ class Stored:
         fetch = self.fetches.get(op)
         if fetch is None:
             raise ValueError(f"no fetch with number {op!r} is under way")
-        if type(pages) is not int or not 0 <= pages <= fetch.last - fetch.first:
-            raise ValueError(f"pages must be an integer from 0 to {fetch.last - fetch.first}, got {pages!r:.40}")
+        if not 0 <= pages <= fetch.last - fetch.first:
+            raise ValueError(f"pages must be an integer from 0 to {fetch.last - fetch.first}, got {pages}")
         del self.fetches[op]
         first = fetch.first
         end = self._landable(fetch, first + pages) if ok else first
