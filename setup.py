@@ -1,10 +1,11 @@
 """How sapwood is built: as the Python it is; or, with SAPWOOD_COMPILE=1, with the inner rooms of the cache compiled.
 
-mypyc turns them, unchanged, into an extension of about twice the speed; it needs mypy and a C compiler. What callers
-speak to directly stays Python: it answers a wrong type with a clear error, and mypyc with a bare TypeError.
+mypyc turns them, unchanged, into an extension of about twice the speed; it needs a C compiler. What callers speak to
+directly stays Python: it answers a wrong type with a clear error, and mypyc with a bare TypeError.
 """
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from setuptools import setup
 
 CACHE = Path("src/sapwood/cache")
 OUTSIDE = {"__init__", "check", "events", "explain", "facade", "group", "namespace", "tokens"}
+WANTED = os.environ.get("SAPWOOD_COMPILE", "0") == "1"
 
 
 def compiled() -> list[Any]:
-    if os.environ.get("SAPWOOD_COMPILE", "0") != "1":
+    if not WANTED or not {"bdist_wheel", "build_ext"} & set(sys.argv):  # asked what it is or needs: nothing to build
         return []
     from mypyc.build import mypycify
 
@@ -23,4 +25,4 @@ def compiled() -> list[Any]:
     return list(mypycify(["--strict", *rooms], opt_level="3", debug_level="0"))
 
 
-setup(ext_modules=compiled())
+setup(ext_modules=compiled(), setup_requires=["mypy>=1.11", "numpy>=1.26,<3"] if WANTED else [])

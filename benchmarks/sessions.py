@@ -151,11 +151,7 @@ class Driver:
         return rows
 
     def admit(self, turn: Turn, match: Match, budget: int) -> bool:
-        upto = min(match.length, match.start + budget)
-        for cut in match.cuts:
-            if match.start < cut * PAGE < upto:
-                upto = cut * PAGE
-        admitted = self.cache.admit(match, upto)
+        admitted = self.cache.admit(match, min(match.length, match.start + budget))
         if admitted is None:
             return False
         turn.lease, operation = admitted
@@ -173,8 +169,10 @@ class Driver:
         for cut in lease.cuts:
             if start < cut * PAGE < end:
                 end = cut * PAGE
-        assert cache.grow(lease, end)
-        cache.opening(lease, step)
+        if cache.reach(lease) < end:
+            assert cache.grow(lease, end)
+        if not lease.opened:
+            cache.opening(lease, step)
         cache.write_from(lease, start)
         cache.publish(lease, turn.tokens, end // PAGE, step)
         if end // PAGE in lease.cuts and not end % PAGE:

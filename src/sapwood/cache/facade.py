@@ -273,11 +273,11 @@ class HybridPrefixCache:
 
     def write_from(self, lease: Lease, start: int) -> dict[str, int]:
         """By group: the first position whose K/V a row beginning at `start` may write. Ask before `publish`."""
-        size, slots, upto = self.page_size, self._tree.slots, lease.upto
-        begin = {}
-        for name, g in self._index.items():
-            there = upto[g] * size
-            begin[name] = there if there > start and g not in slots else start
+        size, upto = self.page_size, lease.upto
+        begin = dict.fromkeys(self._index, start)
+        for g in self._tree.paged:
+            if upto[g] * size > start:
+                begin[self.groups[g].name] = upto[g] * size
         return begin
 
     def slide(self, lease: Lease, position: int) -> list[tuple[str, int, int]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from struct import iter_unpack
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,10 +22,9 @@ if sys.byteorder != "little":  # tokens are compared and hashed as the bytes the
 def chain(parent: bytes, tokens: bytes | bytearray | memoryview, page_bytes: int) -> bytearray:
     """The digests of consecutive pages, one after the other."""
     sha256 = hashlib.sha256
-    view = bytes(tokens)
     digests = []
-    for at in range(0, len(view), page_bytes):
-        parent = sha256(parent + view[at : at + page_bytes]).digest()
+    for (page,) in iter_unpack(f"{page_bytes}s", tokens):
+        parent = sha256(parent + page).digest()
         digests.append(parent)
     return bytearray(b"".join(digests))
 

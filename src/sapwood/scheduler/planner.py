@@ -280,10 +280,8 @@ class Planner:
         if match.pending:
             return False
         upto = match.start + self.budget
-        if upto > match.length:
+        if upto > match.length:  # a cut does not matter here: what comes behind it needs its pages a step later
             upto = match.length
-        if match.cuts:
-            upto = self._cut(match.cuts, match.start, upto)
         want, book = self._want(request), self.book
         keep = _FIRST  # nobody runs: whatever it needs
         if book.owners:  # running requests must be able to go on for a while, and so must this one
