@@ -170,3 +170,30 @@ def test_p09_a_page_that_somebody_else_had_promised_goes_with_the_promise(page):
     engine.check()
     end_all(engine)
     assert one.tokens == tokens and one.ended == "length"
+
+
+def test_a_save_below_somebodys_promise_is_put_off():
+    """What a request has computed below pages that another has only promised is not saved: they may be withdrawn. When
+    their step is done, it is offered again.
+
+    Mutation: `begin_save` forgets the span; or does not ask `_below_promises`.
+    """
+    tokens = Engine(1, full(32)).run("twin", toks(1, 8), 16).tokens
+    engine = Engine(1, full(32, 32), events=True)
+    one = engine.submit("one", toks(1, 8), max_tokens=6)
+    while len(one.tokens) < 11:
+        engine.plan()
+        engine.done()
+    for _ in range(3):
+        engine.plan()
+    plan_with(engine, engine.submit("other", tokens[:12], max_tokens=2))
+    while len(engine.flights) > 1:
+        engine.done()
+    assert one.ended and one.tokens == tokens[:14], "it has gone on below what the other promised"
+    (span,) = engine.spans
+    assert span.last == 13 and engine.cache.begin_save(span) is None
+    engine.done()
+    assert span in engine.spans, "offered again, now that all above it is real"
+    (op,) = save(engine, [span])
+    engine.land(op)
+    end_all(engine)

@@ -76,14 +76,14 @@ class HybridPrefixCache:
         self._tree = tree = Tree(page_size, groups, hashes, events, ghost_bytes)
         self._room = Room(tree)
         self._ledger = Ledger(tree)
-        self._saves = Saves(tree, self._room, self._ledger)
+        self._publisher = Publisher(tree, save_pages)
+        self._saves = Saves(tree, self._room, self._ledger, self._publisher)
         self._loads = Loads(tree, self._ledger)
         self._stored = Stored(tree, self._room, self._ledger, self._saves)
         self._matcher = Matcher(tree)
         self._stays = Stays(tree, self._matcher, self._ledger)
         self._desk = Desk(tree, self._room, self._loads)
         self._follower = Follower(tree, self._matcher)
-        self._publisher = Publisher(tree, save_pages)
         self._snapshots = Snapshots(tree, self._room, self._follower, self._publisher)
         self._steps = Steps(tree, self._follower, self._publisher, self._snapshots)
         self._leases: dict[Lease, None] = {}
@@ -394,7 +394,8 @@ class HybridPrefixCache:
     # ---- transfers
 
     def begin_save(self, span: Span) -> Operation | None:
-        """Start to copy real pages to host; None if there is nothing to do or no room."""
+        """Start to copy real pages to host; None if there is nothing to do or no room, or (then `step_commit` offers them
+        again) if pages above them are not real yet."""
         return self._saves.begin_save(span)
 
     @property

@@ -15,6 +15,7 @@ from .group import DEVICE, HOST
 from .lease import Holder, Span, hold
 from .node import Copy, Node
 from .pool import FLIGHT, TREE
+from .publish import Publisher
 from .room import Room
 from .runs import HOLE, Ranges, picked, runs_of, scattered
 from .transfer import Ledger, Operation, Parts, Transfer, host_runs
@@ -26,10 +27,11 @@ _INT32 = np.dtype(np.int32)  # numpy looks a type up, which takes as long as all
 
 
 class Saves:
-    def __init__(self, tree: Tree, room: Room, ledger: Ledger) -> None:
+    def __init__(self, tree: Tree, room: Room, ledger: Ledger, publisher: Publisher) -> None:
         self.tree = tree
         self.room = room
         self.ledger = ledger
+        self.publisher = publisher
         host = [bool(group.host_pages) for group in tree.groups]
         whole = all(host[g] for g in tree.closed)  # closed groups are on host together or not at all
         self.closed = tree.closed if whole else []
@@ -38,14 +40,15 @@ class Saves:
         self.everything = all(host)
 
     def begin_save(self, span: Span) -> Operation | None:
-        """Start to copy to host what of `span` is not there and not on its way. None: nothing to do, or no room."""
+        """Start to copy to host what of `span` is not there and not on its way. None: nothing to do, no room, or (then
+        the next step offers it again) pages above it are only promised."""
         tree, node = self.tree, span.node
         if not tree.has_host or node.parent is None or not node.root.hooked:
             return None
         end = node.start + node.n
         path = tree.cover(node, span.first, span.last if span.last < end else end)
         if tree.promises and path and self._below_promises(path[-1][0]):
-            self.ledger.counts["saves_skipped"] += 1
+            self.publisher.real.append(span)  # to be offered again with the next step: it will be known then
             return None
         where: dict[int, Ranges] = {}
         sources: dict[tuple[int, int], bytes] = {}
