@@ -13,7 +13,7 @@ from .load import Loads
 from .node import Node
 from .path import Path
 from .pool import FLIGHT, LEASE, UNHOOKED, Ids
-from .readers import count_all, idle_in
+from .readers import count_all, idle_in, use
 from .room import Room
 from .runs import HOLE
 from .slots import use_slot
@@ -109,6 +109,7 @@ class Desk:
         for g in tree.loose:
             if need[g] <= tree.pools[DEVICE][g].free and match.sibling is None:
                 continue  # it is there without eviction
+            count_all(tree)
             less[g] = idle_in(tree, match.path.nodes[-1], DEVICE, g, wish.spans[g]) if wish.spans[g] else 0
         for g in tree.slots:
             less[g] = int(g in wish.seeds and tree.pools[DEVICE][g].readers[wish.seeds[g]] == 0)
@@ -188,7 +189,6 @@ class Desk:
         sibling = match.sibling
         fits = room.has(DEVICE, need)
         if not fits:
-            count_all(tree)
             less = self._less(match, wish, need)
             if not room.can_make(DEVICE, need, less):
                 fewer = self._shrunk(match, wish, upto, keep, less)
@@ -246,6 +246,8 @@ class Desk:
             more = pools[g].take(columns - end, LEASE) if columns > end else b""
             lease.tables[g] = bytearray().join((bytes(4 * low), raw, more))
             lease.low[g], lease.upto[g] = low, end
+            if low < end:
+                use(tree, lease.node, low)
         if tree.slots:
             self._take_slots(lease, boundary)
         if tree.promises:
@@ -409,6 +411,8 @@ class Desk:
         lease.tables[g] = table
         lease.upto[g] = len(table) // 4
         lease.low[g] = spans[0][0] if spans else lease.upto[g]
+        if spans:
+            use(self.tree, lease.node, lease.low[g])
 
     def seat(self, lease: Lease) -> None:
         """All pages of the path are on the device: the lease's tables follow it."""

@@ -70,6 +70,7 @@ class _Check:
                 self._own(HOST, g, targets[targets != 0], FLIGHT, f"fetch {fetch.op}")
         for op, holder in self.stored.backups.items():
             assert holder in holder.root.holders, f"backup {op} holds nothing"
+        self._quiet()
         self._readers()
         self._staying()
         self._pools()
@@ -208,6 +209,13 @@ class _Check:
             for at, first, last in self.tree.cover(node, low, high):
                 self.columns.setdefault((tier, g, at), np.zeros(at.n, np.int32))[first:last] += 1
 
+    def _quiet(self) -> None:
+        """Those that are not counted as readers are those that will be."""
+        roots = [*self.tree.roots.values(), *self.tree.unhooked]
+        quiet = {holder for root in roots for holder in root.holders if not holder.counted}
+        assert quiet == set(self.tree.quiet), "the readers that are not counted are not those that will be"
+        assert not any(holder.detached for holder in quiet), "a reader by page is not counted"
+
     def _readers(self) -> None:
         """Readers by column are what the nodes say; and which pages of groups that are not closed nobody reads."""
         tree = self.tree
@@ -217,6 +225,7 @@ class _Check:
                 for node in self.below:
                     copy = tree.copy_in(node, t)
                     seen = self.columns.get((t, g, node), np.zeros(node.n, np.int32))
+                    assert len(copy.reads[g] or b"") <= node.n, f"{self._at(node)}: readers behind its end"
                     kept = np.frombuffer(bytes(copy.reads[g] or b"").ljust(node.n, b"\0"), np.uint8).astype(np.int32)
                     for (group, column), more in (copy.crowds or {}).items():
                         if group == g:

@@ -206,7 +206,7 @@ class HybridPrefixCache:
         size, tree = self.page_size, self._tree
         for g in tree.paged:
             have = len(lease.tables[g]) // 4
-            if have * size < upto:
+            if (have + tree.pools[DEVICE][g].free) * size < upto:  # else it need not be asked what could go
                 upto = min(upto, (have + self._room.available(DEVICE, g)) * size)
         return upto
 
@@ -394,8 +394,8 @@ class HybridPrefixCache:
     # ---- transfers
 
     def begin_save(self, span: Span) -> Operation | None:
-        """Start to copy real pages to host; None if there is nothing to do or no room, or (then `step_commit` offers them
-        again) if pages above them are not real yet."""
+        """Start to copy real pages to host. None: there is nothing to do, there is no room, or pages above them are not
+        real yet (then `step_commit` offers them again)."""
         return self._saves.begin_save(span)
 
     @property
@@ -420,11 +420,11 @@ class HybridPrefixCache:
 
     def save_done(self, op: int, ok: bool) -> Span | None:
         """A save is over; what host has now is visible. None if it failed or its namespace is gone."""
-        return self._saves.save_done(_number(op, "save"), ok)
+        return self._saves.save_done(_number(op, "save"), bool(ok))
 
     def load_done(self, op: int, ok: bool) -> Landed:
         """A load is over: leases that can go on, and leases that must be given back and admitted without host."""
-        landed = self._loads.load_done(_number(op, "load"), ok)
+        landed = self._loads.load_done(_number(op, "load"), bool(ok))
         for lease in landed.failed:
             self._uncount(lease)
         for lease in landed.ready:
@@ -486,7 +486,7 @@ class HybridPrefixCache:
         Returns whether any of it was of use."""
         if type(pages) is not int:
             raise ValueError(f"pages must be how many have arrived, got {pages!r:.40}")
-        return self._stored.fetch_done(_number(op, "fetch"), ok, pages)
+        return self._stored.fetch_done(_number(op, "fetch"), bool(ok), pages)
 
     def begin_stay(self, binding: Binding, tokens: Tokens, upto: int) -> Stayed:
         """Keep on host what is there of the first `upto` pages of a prompt, for a request that waits to come in, until
@@ -499,6 +499,7 @@ class HybridPrefixCache:
 
     def end_stay(self, stay: int) -> None:
         """What stayed can be evicted again. Nothing happens if it has ended already, or was nothing (0)."""
+        whole_number("stay", stay, 0, 1 << 62)
         self._stays.end(stay)
 
     def begin_backups(self, span: Span) -> list[StoreOperation]:
@@ -509,7 +510,7 @@ class HybridPrefixCache:
     def backup_done(self, op: int, ok: bool) -> Span | None:
         """A backup is over. If it failed, what it was to keep: to be given to `begin_backups` again at any time, which
         takes what host has of it then. None if it was kept, or its namespace is gone."""
-        return self._stored.backup_done(_number(op, "backup"), ok)
+        return self._stored.backup_done(_number(op, "backup"), bool(ok))
 
     # ---- questions
 

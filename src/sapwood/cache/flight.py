@@ -135,7 +135,7 @@ def withdraw(tree: Tree, promise: Promise, freed: list[tuple[int, Ids]]) -> None
                 if pages is None:
                     continue
                 view = np.frombuffer(pages, np.int32)[low:high]
-                ids = ours[node.start + low - begin : node.start + high - begin]
+                ids = ours[node.start + low - begin : node.start + low - begin + len(view)]
                 same = view == ids
                 view[same] = 0
                 taken.append(ids[same])

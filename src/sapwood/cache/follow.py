@@ -13,7 +13,7 @@ from .match import Matcher
 from .node import Node
 from .path import Path
 from .pool import FLIGHT, LEASE
-from .readers import read, unread, unread_one
+from .readers import read, unread, unread_one, use
 from .runs import HOLE, present, runs_of
 from .slots import use_slot
 from .tree import Tree
@@ -191,6 +191,8 @@ class Follower:
             for low, high in before:
                 unread(tree, lease.node, DEVICE, g, low, high)
         lease.low[g] = spans[0][0] if spans else boundary
+        if spans:
+            use(tree, node, lease.low[g])
 
     def reseed(self, lease: Lease, boundary: int) -> None:
         """Start the lease's state afresh from the snapshot at `boundary` (0: the zero state)."""

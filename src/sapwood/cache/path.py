@@ -80,7 +80,7 @@ class Path:
             # Four zero bytes in a row are a hole, or two ids beside each other: only then look closer.
             if (
                 pages is None
-                or len(pages) < 4 * node.n
+                or len(pages) < 4 * min(high - start, node.n)
                 or pages.find(HOLE, 4 * first, 4 * (high - start)) >= 0
                 or (patient and node.promised)
             ):

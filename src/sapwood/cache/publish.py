@@ -15,7 +15,7 @@ from .node import Node
 from .path import agree
 from .pool import LEASE, TREE
 from .readers import read, unread_columns
-from .runs import HOLE, Run, joined, ranges, runs_of
+from .runs import HOLE, Run, joined, lengthened, ranges, runs_of
 from .tree import Tree
 
 Fallen = tuple[Lease, list[tuple[int, int]]]  # and (group, column) of its duplicates
@@ -139,7 +139,7 @@ class Publisher:
                 upto[g] = last
                 pages_here = there[g]
                 if pages_here is None or len(pages_here) < 4 * n - 4:
-                    pages_here = there[g] = (pages_here or bytearray()).ljust(4 * n - 4, b"\0")
+                    pages_here = there[g] = lengthened(pages_here, n - 1)
                 pages_here += one
                 tree.pools[DEVICE][g].idle += 1
                 if lease.counted:  # then it was so for a moment
@@ -336,7 +336,7 @@ class Publisher:
                 filled += self._fill_holes(lease, g, node, first, last, duplicates)
                 continue
             if pages is None or len(pages) < 4 * first:
-                pages = copy.pages[g] = (pages or bytearray()).ljust(4 * first, b"\0")
+                pages = copy.pages[g] = lengthened(pages, first)
             pages[4 * first : 4 * last] = mine
             tree.pools[DEVICE][g].idle += unread_columns(copy, g, first, last)
             if lease.counted:  # then it was so for a moment
@@ -356,7 +356,7 @@ class Publisher:
         """`_fill` for pages [first, last) of `node`, some of which the tree has or the lease has not."""
         begin = node.start + first
         here = np.frombuffer(bytes(lease.tables[g][4 * begin : 4 * (node.start + last)]), np.int32)
-        node.device.pages[g] = (node.device.pages[g] or bytearray()).ljust(4 * last, b"\0")
+        node.device.pages[g] = lengthened(node.device.pages[g], last)
         view = np.frombuffer(node.device.pages[g], np.int32)[first:last]
         new = (view == 0) & (here != 0)
         view[new] = here[new]

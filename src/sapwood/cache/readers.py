@@ -34,8 +34,16 @@ def count_all(tree: Tree) -> None:
         reader.count_reads(tree)
 
 
+def use(tree: Tree, node: Node, low: int) -> None:
+    """Somebody begins to read the path to `node` on the device from column `low` on, counted or not."""
+    node.device.used = tree.now
+    while node.start > low:
+        node = node.parent  # type: ignore[assignment]
+        node.device.used = tree.now
+
+
 def read(tree: Tree, node: Node, tier: int, g: int, low: int, high: int) -> None:
-    """One more reader for the columns [low, high) of the path to `node`; reading is using."""
+    """One more reader for the columns [low, high) of the path to `node`."""
     idle = 0
     for at, first, last in tree.cover(node, low, high):
         copy: Copy = at.host if tier else at.device  # type: ignore[assignment]
@@ -50,7 +58,6 @@ def read(tree: Tree, node: Node, tier: int, g: int, low: int, high: int) -> None
             idle += _there(copy, g, first, before, 0)
         if _CROWD in before:
             _more_of_a_crowd(copy, g, at.start + first, before)
-        copy.used = tree.now
     if idle:
         tree.pools[tier][g].idle -= idle
 

@@ -16,7 +16,7 @@ class Room:
         """Pages of a group that are free or that eviction can free. Exact."""
         tree = self.tree
         pool = tree.pools[tier][g]
-        if tree.quiet and pool.by_page:
+        if tree.quiet and g in tree.loose:
             count_all(tree)
         return pool.free + (pool.idle if pool.by_page else tree.shelves[tier].evictable)
 
@@ -49,7 +49,7 @@ class Room:
     def make(self, tier: int, need: Mapping[int, int]) -> None:
         """Evict until every group has its pages free. Closed groups first: what falls with them helps the others."""
         tree = self.tree
-        if tree.quiet:
+        if tree.quiet and any(g in need for g in tree.loose):
             count_all(tree)
         pools = tree.pools[tier]
         short = 0

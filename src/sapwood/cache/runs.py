@@ -31,6 +31,11 @@ def runs_of(there: npt.NDArray[Any]) -> Ranges:
     return runs(there.nonzero()[0].astype(np.int32))
 
 
+def lengthened(pages: bytearray | None, n: int) -> bytearray:
+    """The ids of a group that is not closed, with holes at their end if they are fewer than `n`."""
+    return bytearray(4 * n) if pages is None else pages.ljust(4 * n, b"\0") if len(pages) < 4 * n else pages
+
+
 def pages_in(where: Ranges) -> int:
     return sum([high - low for low, high in where])
 

@@ -163,6 +163,8 @@ class Saves:
         for g in self.loose:
             if there[g]:
                 ids = bytes(there[g][4 * low : 4 * high])
+                if not ids:
+                    continue
                 # Four zero bytes in a row are a hole, or two ids beside each other: only then look closer.
                 if busy or HOLE in ids or (kept[g] and any(kept[g][4 * low : 4 * high])):
                     for column, run in self._unsaved(node, g, low, ids):
@@ -258,9 +260,9 @@ class Saves:
         """Host copies of closed groups: the first pages of each node. A gap before them becomes a node of its own."""
         tree = self.tree
         if len(path) == 1 and len(where) == 1 and path[0][0].start + path[0][0].host.count == where[0][0]:  # type: ignore[union-attr]
-            tree.put_closed(path[0][0], HOST, transfer.came)
             for g in tree.closed:
                 tree.pools[HOST][g].hand(transfer.came[g], FLIGHT, TREE)
+            tree.put_closed(path[0][0], HOST, transfer.came)
             return where
         kept: Ranges = []
         for low, high in where:

@@ -17,7 +17,7 @@ from .namespace import Namespace
 from .node import Copy, Node
 from .pool import FLIGHT, TREE, Ids
 from .readers import unread_columns
-from .runs import Ranges, picked, runs_of
+from .runs import Ranges, lengthened, picked, runs_of
 from .slots import put_slot
 from .tree import Cover, Tree, as_ids
 
@@ -164,7 +164,7 @@ class Ledger:
         copy: Copy = node.host if tier else node.device  # type: ignore[assignment]
         pool, pages = tree.pools[tier][g], copy.pages[g]
         if pages is None or len(pages) < 4 * low:
-            pages = copy.pages[g] = (pages or bytearray()).ljust(4 * low, b"\0")
+            pages = copy.pages[g] = lengthened(pages, low)
         elif any(pages[4 * low : 4 * high]):
             return False
         pages[4 * low : 4 * high] = ids
@@ -177,7 +177,7 @@ class Ledger:
         """`_land_run` where some are there already: those that came for them are freed. Returns where others went."""
         tree = self.tree
         begin, copy, pool = node.start + low, tree.copy_in(node, tier), tree.pools[tier][g]
-        pages = copy.pages[g] = copy.pages[g].ljust(4 * high, b"\0")
+        pages = copy.pages[g] = lengthened(copy.pages[g], high)
         view = np.frombuffer(pages, np.int32)[low:high]
         taken = view != 0
         pool.release(ids[taken], FLIGHT)

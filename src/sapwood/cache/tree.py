@@ -342,7 +342,7 @@ class Tree:
     # ---- closed pages
 
     def put_closed(self, node: Node, tier: int, pages: dict[int, bytes]) -> None:
-        """Give a node (or the rest of it, on host) its closed pages in a tier. Their owner is the tree already."""
+        """Give a node (or the rest of it, on host) its closed pages in a tier. The caller hands them to the tree."""
         copy = self.copy_in(node, tier)
         added = 0
         for g in self.closed:
