@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sapwood.cache import Span
+from sapwood.cache import Span, token_bytes
 
 from .driver import BASE, Engine, full, state, toks, window
 from .stories import all_free, hit, save
@@ -32,6 +32,41 @@ def test_f10_who_reads_quietly_is_counted_before_anything_goes(groups):
     engine.run("many", toks(2, 33), chunk=16)
     engine.idle()  # the content double complains if a page of `one` was given away
     assert one.ended == "length"
+    all_free(engine)
+
+
+def test_f10_what_a_newcomer_is_going_to_read_does_not_go_for_it():
+    """A request begins in the middle of a path, where pages stand that go first when room is needed: its own stay.
+
+    Mutation: `Room.make` does not call `count_all`.
+    """
+    engine = Engine(4, full(40), window(8, 10))
+    tokens = toks(1, 33)
+    engine.run("first", tokens, chunk=16)
+    engine.submit("second", tokens[:12] + toks(2, 28))
+    assert engine.plan()
+    engine.idle()
+    all_free(engine)
+
+
+def test_f10_what_others_read_quietly_is_not_counted_twice():
+    """A newcomer reads what somebody else reads already: that costs no room, and it comes in.
+
+    Mutation: `Desk._less` does not call `count_all`.
+    """
+    engine = Engine(4, full(40), window(8, 8))
+    tokens = toks(1, 13)
+    engine.submit("first", tokens, max_tokens=20)
+    engine.plan()
+    engine.done()
+    binding = engine.cache.bind(BASE)
+    match = engine.cache.match_prefix(binding, token_bytes(tokens[:12] + toks(2, 20)))
+    assert match.boundary == 3 and engine.pages("window")["free"] == 4
+    lease, _ = engine.cache.admit(match, 32)
+    engine.check()
+    engine.cache.finish_request(lease, b"", 12, None)
+    engine.cache.unbind(binding)
+    engine.idle()
     all_free(engine)
 
 
