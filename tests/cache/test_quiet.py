@@ -108,7 +108,7 @@ def test_f10_a_save_reads_quietly_and_keeps_its_pages():
 
 
 def test_f10_reading_quietly_is_using():
-    """A prefix at which requests begin again and again is used, also while a long request holds it from below: strangers
+    """A prefix at which requests begin again and again is used, also while a long request holds it from below: those
     that nobody asks for go first.
 
     Mutation: `_admit_resident` does not call `use`.
