@@ -17,7 +17,7 @@ $(BENCH): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
 	touch $@
 
-# The same package with the inner rooms of the cache compiled by mypyc, beside the one that is edited: setup.py says how.
+# The same package with the inner rooms compiled by mypyc, beside the one that is edited: setup.py says how.
 $(COMPILED)/.built: $(STAMP) setup.py $(shell find src -name '*.py')
 	rm -rf build
 	SAPWOOD_COMPILE=1 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
@@ -42,7 +42,8 @@ test-all: $(STAMP) servers  ## the same, and the long attacks
 
 test-compiled: servers  ## what the compiled rooms must do as the others do, on the compiled build
 	@if command -v $${CC:-cc} >/dev/null; then $(MAKE) compiled && \
-	  SAPWOOD_COMPILE=1 PYTHONPATH=$(COMPILED) $(BIN)/python -m pytest -m "not long" -n 2 tests/cache tests/scheduler tests/sim; \
+	  SAPWOOD_COMPILE=1 PYTHONPATH=$(COMPILED) $(BIN)/python -m pytest -m "not long" -n 2 \
+	  tests/test_compiled.py tests/cache tests/scheduler tests/sim; \
 	else echo "no C compiler here: the compiled build is not tested"; fi
 
 lint: $(STAMP)  ## style and types

@@ -1,4 +1,5 @@
-"""How sapwood is built: as the Python it is; or, with SAPWOOD_COMPILE=1, with the inner rooms of the cache compiled.
+"""How sapwood is built: as the Python it is; or, with SAPWOOD_COMPILE=1, with the inner rooms of cache and scheduler
+compiled.
 
 mypyc turns them, unchanged, into an extension of about twice the speed; it needs a C compiler. What callers speak to
 directly stays Python: it answers a wrong type with a clear error, and mypyc with a bare TypeError.
@@ -11,8 +12,10 @@ from typing import Any
 
 from setuptools import setup
 
-CACHE = Path("src/sapwood/cache")
-OUTSIDE = {"__init__", "check", "events", "explain", "facade", "group", "namespace", "tokens"}
+OUTSIDE = {
+    "cache": {"__init__", "check", "events", "explain", "facade", "group", "namespace", "tokens"},
+    "scheduler": {"__init__", "config", "events", "plan", "policy", "request", "scheduler"},
+}
 WANTED = os.environ.get("SAPWOOD_COMPILE", "0") == "1"
 
 
@@ -21,7 +24,12 @@ def compiled() -> list[Any]:
         return []
     from mypyc.build import mypycify
 
-    rooms = [str(path) for path in sorted(CACHE.glob("*.py")) if path.stem not in OUTSIDE]
+    rooms = [
+        str(path)
+        for package, outside in OUTSIDE.items()
+        for path in sorted(Path("src/sapwood", package).glob("*.py"))
+        if path.stem not in outside
+    ]
     return list(mypycify(["--strict", *rooms], opt_level="3", debug_level="0"))
 
 
