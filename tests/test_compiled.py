@@ -5,11 +5,15 @@ from __future__ import annotations
 import ast
 import importlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from sapwood import cache
+
+from .scheduler.test_determinism import story
 
 ROOT = Path(__file__).parents[1]
 
@@ -38,3 +42,16 @@ def test_what_is_tested_is_what_was_asked_for(package):
         module = importlib.import_module(f"sapwood.{package}.{name}")
         assert module.__file__ is not None
         assert module.__file__.endswith(".py") != (asked and name not in outside(package)), module.__file__
+
+
+@pytest.mark.parametrize("layout", ["full", "full+2windows+state"])
+def test_s06_this_build_plans_as_the_source_does(layout):
+    """Plans, ends and events are the same, byte for byte, whatever is compiled.
+
+    Mutation: in `build/compiled` alone, something is done in another order.
+    """
+    code = "from sapwood import cache; from tests.scheduler.test_determinism import story; "
+    code += f"print(cache.COMPILED, story({layout!r}, True))"
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    source = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=env, check=True)
+    assert source.stdout.split() == ["False", story(layout, True)]
