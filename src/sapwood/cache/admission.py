@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -432,6 +433,15 @@ class Desk:
         pools = self.tree.pools[DEVICE]
         for g, n in need.items():
             lease.tables[g] += pools[g].take(n, LEASE)
+
+    def extend_rows(self, leases: Sequence[Lease]) -> dict[str, bytes]:
+        """Give each of these leases one more page of every group; by group, the ids. The room is there."""
+        tree, grown = self.tree, {}
+        for g in tree.paged:
+            raw = grown[tree.groups[g].name] = tree.pools[DEVICE][g].take(len(leases), LEASE)
+            for at, lease in zip(range(0, len(raw), 4), leases, strict=True):
+                lease.tables[g] += raw[at : at + 4]
+        return grown
 
     # ---- copy on write
 

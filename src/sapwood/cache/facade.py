@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from struct import Struct
 from typing import Any
 
 import numpy.typing as npt
@@ -27,7 +26,7 @@ from .lease import Binding, Lease, Match, PageCopy, Span
 from .load import Landed, Loads
 from .match import Matcher
 from .namespace import Namespace
-from .pool import LEASE, OWNERS, Ids, PagePool
+from .pool import OWNERS, Ids, PagePool
 from .publish import Publisher
 from .readers import count_all
 from .room import Room
@@ -41,7 +40,6 @@ from .transfer import Ledger, Operation
 from .tree import Tree
 from .unhook import unhook
 
-_each_page = Struct("4s").iter_unpack
 _NO_POOL = PagePool("nothing", 0)
 Tokens = bytes | bytearray | memoryview | npt.NDArray[Any] | Sequence[int]
 
@@ -229,21 +227,12 @@ class HybridPrefixCache:
         """One more page for each lease in every group of pages: by group, the new ids as bytes of int32. None if there
         is no room, with nothing changed."""
         known = self._leases
-        tables = []
         for lease in leases:
             if lease not in known or lease.waits:
                 self._seated(lease)
-            tables.append(lease.tables)
-        tree = self._tree
-        n = len(leases)
-        if not self._room.made(DEVICE, dict.fromkeys(tree.paged, n)):
+        if not self._room.made(DEVICE, dict.fromkeys(self._tree.paged, len(leases))):
             return None
-        grown = {}
-        for g in tree.paged:
-            raw = grown[self.groups[g].name] = tree.pools[DEVICE][g].take(n, LEASE)
-            for table, (one,) in zip(tables, _each_page(raw), strict=True):
-                table[g] += one
-        return grown
+        return self._desk.extend_rows(leases)
 
     def table(self, lease: Lease, group: str) -> Ids:
         """The pages of one group by column (0 = hole); for a family of slots, the working slot."""
@@ -265,11 +254,7 @@ class HybridPrefixCache:
 
     def reach(self, lease: Lease) -> int:
         """How many tokens its pages hold, in every group."""
-        least = 1 << 60
-        for g in self._tree.paged:
-            if len(lease.tables[g]) < least:
-                least = len(lease.tables[g])
-        return least // 4 * self.page_size
+        return lease.reach(self._tree.paged) * self.page_size
 
     def write_from(self, lease: Lease, start: int) -> dict[str, int]:
         """By group: the first position whose K/V a row beginning at `start` may write. Ask before `publish`."""
@@ -329,10 +314,9 @@ class HybridPrefixCache:
         if not all(map(self._leases.__contains__, leases)):
             for lease in leases:
                 self._live(lease)
-        for g in self._tree.paged:
-            for lease in leases:
-                if len(lease.tables[g]) <= 4 * lease.depth:
-                    self._has_pages(lease, lease.depth + 1)
+        short = self._publisher.short_of_pages(leases)
+        if short is not None:
+            self._has_pages(short, short.depth + 1)
         for lease, duplicates in self._publisher.publish_rows(leases, pages):
             self._steps.remember_duplicates(lease, duplicates)
 

@@ -187,6 +187,14 @@ class Lease:
         """The pages of group `g` by column; for a family of slots, the working slot."""
         return np.frombuffer(bytes(self.tables[g]), np.int32)
 
+    def reach(self, groups: list[int]) -> int:
+        """How many columns have a page, or had one, in each of these groups."""
+        least = 1 << 40
+        for g in groups:
+            if len(self.tables[g]) < least:
+                least = len(self.tables[g])
+        return least // 4
+
     @property
     def loading(self) -> bool:
         return bool(self.waits)

@@ -74,6 +74,14 @@ class Publisher:
         and owners change for all rows at once."""
         return self._plain_rows(leases, pages) if self.plain else self._any_rows(leases, pages)
 
+    def short_of_pages(self, leases: Sequence[Lease]) -> Lease | None:
+        """One of these that was not given a page for what it is to publish next."""
+        for g in self.tree.paged:
+            for lease in leases:
+                if len(lease.tables[g]) <= 4 * lease.depth:
+                    return lease
+        return None
+
     def _plain_rows(self, leases: Sequence[Lease], pages: Sequence[bytes]) -> list[Fallen]:
         """Where there is nothing but closed groups on the device, and nobody wants hashes."""
         tree = self.tree
