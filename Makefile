@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH := $(VENV)/.bench
 COMPILED := build/compiled
+CAN_COMPILE = command -v $${CC:-cc} >/dev/null && \
+  $(BIN)/python -c "import os, sysconfig as s; assert os.path.exists(s.get_path('include') + '/Python.h')" 2>/dev/null
 
 .PHONY: test test-all test-compiled compiled lint bench clean servers
 
@@ -40,11 +42,11 @@ test: $(STAMP) servers  ## everything that must hold, in a few minutes
 test-all: $(STAMP) servers  ## the same, and the long attacks
 	$(BIN)/python -m pytest -n 2
 
-test-compiled: servers  ## what the compiled rooms must do as the others do, on the compiled build
-	@if command -v $${CC:-cc} >/dev/null; then $(MAKE) compiled && \
+test-compiled: $(STAMP) servers  ## what the compiled rooms must do as the others do, on the compiled build
+	@if $(CAN_COMPILE); then $(MAKE) compiled && \
 	  SAPWOOD_COMPILE=1 PYTHONPATH=$(COMPILED) $(BIN)/python -m pytest -m "not long" -n 2 \
 	  tests/test_compiled.py tests/cache tests/scheduler tests/sim; \
-	else echo "no C compiler here: the compiled build is not tested"; fi
+	else echo "no C compiler or no Python.h here: the compiled build is not tested"; fi
 
 lint: $(STAMP)  ## style and types
 	$(BIN)/ruff check .
@@ -53,9 +55,9 @@ lint: $(STAMP)  ## style and types
 
 bench: $(BENCH)  ## figures, beside the yardsticks, in one run; then what compiling changes
 	$(BIN)/python -m benchmarks
-	@if command -v $${CC:-cc} >/dev/null; then $(MAKE) compiled && \
+	@if $(CAN_COMPILE); then $(MAKE) compiled && \
 	  PYTHONPATH=$(COMPILED) $(BIN)/python -m benchmarks cache scheduler; \
-	else echo "no C compiler here: the compiled build is not measured"; fi
+	else echo "no C compiler or no Python.h here: the compiled build is not measured"; fi
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build src/*.egg-info
