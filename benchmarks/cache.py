@@ -273,8 +273,10 @@ def chats(repeats: int) -> Iterator[Figure]:
     else:
         beside += f"; {peer.MISSING}"
     yield Figure("200 chats x 5 turns, a request, full group", taken["full"].us, SCALED, 90, beside)
-    beside = f"hit rate {rates['hybrid']:.3f}; {taken['hybrid'].over(taken['full']):.2g} times the full group's"
-    yield Figure("  full + window + state, host tier, events", taken["hybrid"].us, SCALED, 225, beside)
+    beside = f"hit rate {rates['hybrid']:.3f}"
+    yield Figure("  full + window + state, host tier, events", taken["hybrid"].us, SCALED, 2.5 * 90, beside)
+    ratio = taken["hybrid"].over(taken["full"])
+    yield Figure("  the same / what the full group takes here", ratio, "ratio", 2.5, "the harder reading of that bar")
 
 
 # ---- memory

@@ -12,9 +12,9 @@ from .lease import Lease
 from .node import Node
 from .pool import FLIGHT, UNHOOKED, Ids
 from .readers import read
-from .runs import Ranges, pages_in, runs, runs_of, scattered
+from .runs import Ranges, pages_in, runs, runs_of, spread
 from .transfer import Ledger, Operation, Parts, Transfer
-from .tree import Tree
+from .tree import Tree, as_ids
 
 
 class Landed(NamedTuple):
@@ -56,7 +56,8 @@ class Loads:
         came = {}
         for g, (_, ids) in wanted.items():
             targets = came[g] = tree.pools[DEVICE][g].take(len(ids), FLIGHT)
-            parts[g] = scattered(where[g], ids.tobytes(), targets, first, last - first)
+            wide = spread(where[g], ids.tobytes(), first, last), spread(where[g], targets, first, last)
+            parts[g] = (as_ids(wide[0]), as_ids(wide[1]))
         op, both = self.ledger.number(), (DEVICE, HOST)
         transfer = Transfer(tree, op, DEVICE, node, (first, last), parts, where, came, both, held, spans)
         operation = self.ledger.begin(transfer)

@@ -83,18 +83,6 @@ def picked(where: Ranges, ids: bytes, wanted: Ranges) -> bytes:
     return b"".join(parts)
 
 
-def scattered(where: Ranges, one: bytes, other: bytes, first: int, n: int) -> tuple[Ids, Ids]:
-    """Two lots of ids, each in their ranges of the `n` pages from `first` on, 0 elsewhere."""
-    wide, wider = bytearray(4 * n), bytearray(4 * n)
-    at = 0
-    for low, high in where:
-        begin, size = 4 * (low - first), 4 * (high - low)
-        wide[begin : begin + size] = one[at : at + size]
-        wider[begin : begin + size] = other[at : at + size]
-        at += size
-    return np.frombuffer(wide, np.int32), np.frombuffer(wider, np.int32)
-
-
 def spread(where: Ranges, ids: bytes | bytearray, first: int, last: int) -> bytes | bytearray:
     """`ids` in their ranges of the pages [first, last), 0 elsewhere."""
     if len(ids) == 4 * (last - first):

@@ -17,7 +17,7 @@ from .node import Copy, Node
 from .pool import FLIGHT, TREE
 from .publish import Publisher
 from .room import Room
-from .runs import HOLE, Ranges, picked, runs_of, scattered
+from .runs import HOLE, Ranges, picked, runs_of, spread
 from .transfer import Ledger, Operation, Parts, Transfer, host_runs
 from .tree import Cover, Tree
 
@@ -77,14 +77,13 @@ class Saves:
                 return None
         parts: Parts = {}
         came = {}
-        whole = last - first
+        source: bytes | bytearray
+        target: bytes | bytearray
         for (_, g), source in sources.items():
-            n = need[g]
-            target = came[g] = pools[g].take(n, FLIGHT)
-            if n < whole:
-                parts[g] = scattered(where[g], source, target, first, whole)
-            else:
-                parts[g] = frombuffer(source, _INT32), frombuffer(target, _INT32)
+            target = came[g] = pools[g].take(need[g], FLIGHT)
+            if need[g] < last - first:
+                source, target = spread(where[g], source, first, last), spread(where[g], target, first, last)
+            parts[g] = frombuffer(source, _INT32), frombuffer(target, _INT32)
         node.tried = node.device.used
         transfer = Transfer(
             tree, self.ledger.number(), HOST, node, (first, last), parts, where, came, (DEVICE,), sources, spans
