@@ -218,7 +218,6 @@ def test_one_spec_is_not_a_list():
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [
-        ("overlap", 1, "overlap must be 0"),
         ("overlap", 2, "overlap must be an integer from 0 to 1"),
         ("store", True, "store must be False unless every group has host pages"),
         ("lookup_ticks", 0, "lookup_ticks must be an integer from 1"),

@@ -84,10 +84,12 @@ class Rows:
         decoding.shown()
         handed_out, then = decoding.starts, decoding.starts.copy()
         newest = [rng.choice([rng.randrange(NEW), rng.randrange(2**31)]) for _ in range(decoding.count)]
+        rows, generation = decoding.requests.copy(), decoding.generation
+        decoding.issued()
         for request, token in zip(decoding.requests, newest, strict=True):
             known[request].append(token)
         aborted = [request for request in known if rng.random() < 0.05]
-        crossed = decoding.advance(np.array(newest, np.int32))
+        crossed = decoding.advance(rows, generation, np.array(newest, np.int32))
         assert handed_out.tolist() == then.tolist()
         assert set(crossed) == {request for request in known if (len(known[request]) - 1) % self.size == 0}
         for request, page in zip(crossed, decoding.full_pages(crossed), strict=True):
@@ -165,7 +167,9 @@ def test_what_an_executor_does_to_its_plan_stays_there() -> None:
     told.join(request, unpacked(request.tokens))
     for _ in range(3):
         told.decoding.shown()
-        told.decoding.starts += 1000
+        starts = told.decoding.starts
+        starts += 1000
         told.known[request].append(1)
-        told.decoding.advance(np.array([1], np.int32))
+        told.decoding.issued()
+        told.decoding.advance([request], told.decoding.generation, np.array([1], np.int32))
         told.check()

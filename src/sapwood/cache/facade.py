@@ -198,6 +198,11 @@ class HybridPrefixCache:
             tally["cached_tokens"] += begin - position
         return begin
 
+    def could_adopt(self, lease: Lease, tokens: bytes, position: int) -> bool:
+        """Whether `adopt` would go on beyond `position`. For a lease that has a row in flight and must wait with it."""
+        self._live(lease)
+        return self.enabled and self._follower.could_adopt(lease, tokens, position)
+
     def growable(self, lease: Lease, upto: int) -> int:
         """Up to which token, at most `upto`, every group could give pages now."""
         self._live(lease)
@@ -331,8 +336,8 @@ class HybridPrefixCache:
         return self._snapshots.checkpoint(lease, page, self._steps.flight(step), rolling=True)
 
     def step_commit(self, step: int, reading: int | None = None) -> Commit:
-        """Step `step` is done: what it promised is real. `reading` is the newest later step in flight: while there is
-        one, no entry of a lease's table is replaced."""
+        """Step `step` is done: what it promised is real. `reading` is the newest later step in flight, if there is one:
+        duplicates that give way to the tree's pages are free only after it."""
         return self._steps.commit(step, reading)
 
     def step_failed(self, step: int, newest: int) -> list[Lease]:
@@ -370,6 +375,8 @@ class HybridPrefixCache:
                 publisher.publish(lease, fill, lease.depth, lease.depth + pages, None, 0)
             if tree.slots:
                 self._snapshots.publish_state(lease, computed)
+        elif tree.slots:
+            self._snapshots.counts["states_dropped"] += 1
         del self._leases[lease]
         span = publisher.leftover(lease, offered) if tree.has_host else None
         self._steps.end(lease, reading)

@@ -227,14 +227,9 @@ class Follower:
         """Before the next chunk at `position`: take over what others have published since. What it lets go of waits for
         `held`, a doomed step that may touch it. Returns the new position."""
         tree = self.tree
-        if lease.detached or not lease.root.hooked:
+        path = self._beyond(lease, tokens, position)
+        if path is None:
             return position
-        size = tree.page_bytes
-        after = tokens[lease.depth * size : (lease.depth + 1) * size]
-        if position >= lease.depth * tree.page_size and after not in lease.node.children:
-            return position  # the tree goes no further than the lease does
-        path = tree.walk(lease.root, tokens)
-        path.tier = DEVICE
         boundary, _ = self.matcher.boundary(path, lease.length)
         depth = path.device_closed(path.depth) if tree.closed else path.depth
         if min(boundary * tree.page_size, lease.length - 1) > position:
@@ -243,6 +238,27 @@ class Follower:
         if tree.closed and depth > lease.depth:
             self._follow(lease, path, depth, held)
         return position
+
+    def could_adopt(self, lease: Lease, tokens: bytes, position: int) -> bool:
+        """Whether `adopt` would return more than `position`."""
+        path = self._beyond(lease, tokens, position)
+        if path is None:
+            return False
+        boundary, _ = self.matcher.boundary(path, lease.length)
+        return min(boundary * self.tree.page_size, lease.length - 1) > position
+
+    def _beyond(self, lease: Lease, tokens: bytes, position: int) -> Path | None:
+        """What the device has of a lease's prompt, if that may be more than the lease has followed."""
+        tree = self.tree
+        if lease.detached or not lease.root.hooked:
+            return None
+        size = tree.page_bytes
+        after = tokens[lease.depth * size : (lease.depth + 1) * size]
+        if position >= lease.depth * tree.page_size and after not in lease.node.children:
+            return None  # the tree goes no further than the lease does
+        path = tree.walk(lease.root, tokens)
+        path.tier = DEVICE
+        return path
 
     def _follow(self, lease: Lease, path: Path, depth: int, held: Flight | None) -> None:
         """Closed groups go further than the lease follows: give back its unwritten pages and follow."""

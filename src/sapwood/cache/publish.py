@@ -13,7 +13,7 @@ from .group import DEVICE
 from .lease import Lease, Span
 from .node import Node
 from .path import agree
-from .pool import LEASE, TREE
+from .pool import FLIGHT, LEASE, TREE
 from .readers import read, unread_columns
 from .runs import HOLE, Run, joined, lengthened, ranges, runs_of
 from .tree import Tree
@@ -384,9 +384,9 @@ class Publisher:
 
     # ---- duplicates
 
-    def settle(self, lease: Lease, duplicates: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Give up a lease's duplicates where the tree's page is real. Nothing in flight may read the lease's table.
-        Returns those whose page is not real yet."""
+    def settle(self, lease: Lease, duplicates: list[tuple[int, int]], held: Flight | None) -> list[tuple[int, int]]:
+        """Give up a lease's duplicates where the tree's page is real; `held`, the newest step in flight, may still read
+        and write them. Returns those whose page is not real yet."""
         tree = self.tree
         left: list[tuple[int, int]] = []
         if lease.detached or lease.ended:
@@ -404,7 +404,11 @@ class Publisher:
                 left.append((g, column))
                 continue
             del lease.own[g, column]
-            tree.pools[DEVICE][g].release_one(page, LEASE)
+            if held is None:
+                tree.pools[DEVICE][g].release_one(page, LEASE)
+            else:
+                tree.pools[DEVICE][g].move_one(page, LEASE, FLIGHT)
+                held.freed.append((g, np.array([page], np.int32)))
             lease.tables[g][4 * column : 4 * column + 4] = theirs.to_bytes(4, "little")
             self.replaced.append(Replaced(lease, tree.groups[g].name, column, theirs))
         return left

@@ -37,7 +37,7 @@ class Steps:
         self.publisher = publisher
         self.snapshots = snapshots
         self.flights: dict[int, Flight] = {}
-        self.unsettled: dict[Lease, list[tuple[int, int]]] = {}  # duplicates that steps in flight still read
+        self.unsettled: dict[Lease, list[tuple[int, int]]] = {}  # duplicates of pages that may not be real yet
         self.doomed = 0  # steps up to this one count as failed whatever they say: an earlier one has failed
         self.last = 0  # the newest step whose event has come
         self.newest = 0  # the newest step anybody has told of
@@ -94,10 +94,11 @@ class Steps:
                 for snapshot in flight.snapshots:
                     self.snapshots.land(snapshot)
             self._over(flight)
-        if reading is None and self.unsettled:
+        if self.unsettled:
             unsettled, self.unsettled = self.unsettled, {}
+            held = self.in_flight(reading)
             for lease, duplicates in unsettled.items():
-                left = self.publisher.settle(lease, duplicates)
+                left = self.publisher.settle(lease, duplicates, held)
                 if left:
                     self.unsettled[lease] = left
         real, replaced = self.publisher.take()
@@ -105,7 +106,7 @@ class Steps:
         return Commit(real, replaced)
 
     def remember_duplicates(self, lease: Lease, duplicates: list[tuple[int, int]]) -> None:
-        """To be given up when nothing in flight reads the lease's table, or with the lease."""
+        """To be given up when the tree's pages are real, or with the lease."""
         if not lease.ended:
             self.unsettled.setdefault(lease, []).extend(duplicates)
 

@@ -14,14 +14,20 @@ class Gate:
         self.closed = False
 
     def lets_in(self, adapter: bytes) -> bool:
-        if not self.cap:
+        """Whether a row that is no decode row may enter."""
+        return not self.closed and self.lets_on(adapter)
+
+    def lets_on(self, adapter: bytes) -> bool:
+        """Whether a row that decodes, and has sat out, may go on."""
+        if not self.cap or adapter in self.inside:
             return True
-        return not self.closed and (adapter in self.inside or len(self.inside) < self.cap)
+        return not self.closed and len(self.inside) < self.cap
 
     def enter(self, adapter: bytes) -> None:
         if self.cap:
             self.inside.add(adapter)
 
     def close(self) -> None:
-        """Somebody has waited for an adapter long enough: only the base model comes in until there is room for it."""
+        """Somebody has been passed over too often and lacks a place: until it has one, nobody new enters with an
+        adapter. The base model does, and rows that decode go on."""
         self.closed = True

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from sapwood.cache import HybridPrefixCache, Keep, Landed, Lease, Match
 
 from .config import SchedulerConfig
-from .decode import Decoding
+from .decode import UNKNOWN, Decoding
 from .events import Ended, Reason
 from .plan import Chunk
 from .prefetch import Prefetch
@@ -20,21 +20,21 @@ _new = tuple.__new__  # a NamedTuple in a third of the time
 
 
 class Flight:
-    """The plan that runs now: its rows in order, the decode rows first."""
+    """A plan between its making and its event: its rows in order, the decode rows first."""
 
-    __slots__ = ("chunks", "decodes", "left", "step")
+    __slots__ = ("chunks", "decodes", "doomed", "generation", "left", "retired", "step")
 
-    def __init__(self, step: int, decodes: list[Request], chunks: list[Chunk]) -> None:
+    def __init__(self, step: int, decodes: list[Request], generation: int, chunks: list[Chunk]) -> None:
         self.step = step
         self.decodes = decodes
+        self.generation = generation  # of the decode rows
         self.chunks = chunks
-        self.left: list[Request] = []  # over, but their rows run: what they held goes when the step is done
+        self.doomed = False  # an earlier one has failed: whatever its event says, it counts as failed
+        self.retired: list[Request] = []  # its decode rows that no later plan has: with it they get their last token
+        self.left: list[Request] = []  # over, but their rows run: their slots go when the step is done
 
     def rows(self) -> list[Request]:
         return self.decodes + [chunk.request for chunk in self.chunks]
-
-    def runs(self, request: Request) -> bool:
-        return (bool(self.decodes) and request.row >= 0) or any(chunk.request is request for chunk in self.chunks)
 
 
 class Book:
@@ -52,10 +52,11 @@ class Book:
         self.loading = Queue()
         self.prefilling = Queue()
         self.decoding = Decoding(config.page_size, config.max_batch_size)
-        self.tables = Tables(self.cache, config.max_batch_size)
+        self.tables = Tables(self.cache, config.max_batch_size, config.max_columns)
         self.transfers = Transfers(self.cache, config.host_policy == "through")
         self.prefetch = Prefetch(config, self.cache, self.waiting)
-        self.flight: Flight | None = None
+        self.step = 0  # of the last plan that has one
+        self.flights: list[Flight] = []  # oldest first
         self.ended: list[Ended] = []  # not told yet
         self.owners: dict[Lease, Request] = {}
         self.counts = {"submitted": 0, "ended": 0, "retractions": 0, "sat_out": 0}
@@ -63,14 +64,32 @@ class Book:
     @property
     def live(self) -> int:
         """Requests that hold memory, or whose rows still run."""
-        return len(self.owners) + (len(self.flight.left) if self.flight else 0)
+        return len(self.owners) + sum([len(flight.left) for flight in self.flights])
 
     def holders(self) -> Iterator[Request]:
         """Everybody who holds memory."""
         return iter(self.owners.values())
 
     def position(self, request: Request) -> int:
-        return self.decoding.position(request) if request.phase is DECODING else request.position
+        """Tokens computed, by steps that are done."""
+        if request.row >= 0 and not request.ahead:
+            return self.decoding.position(request)
+        return request.done
+
+    def generated(self, request: Request) -> int:
+        """Tokens it is known to have yielded."""
+        if request.row >= 0 and not request.ahead:
+            return self.decoding.generated(request)
+        return request.generated
+
+    def reading(self, request: Request) -> int | None:
+        """The newest step in flight with a row of this request."""
+        newest = None
+        for flight in self.flights:
+            decodes = flight.decodes and request.row >= 0 and request.since <= flight.step
+            if decodes or request.step == flight.step:
+                newest = flight.step
+        return newest
 
     # ---- in
 
@@ -82,8 +101,8 @@ class Book:
         lease, operation = admitted
         self.waiting.remove(request)
         request.lease = lease
-        request.slot = self.tables.take_slot()
-        request.overtaken, request.tried = 0, None
+        request.slot = self.tables.take_slot(request.id)
+        request.tried = None
         self.owners[lease] = request
         if self.prefetch.claims.of:
             self.prefetch.claims.drop(request)
@@ -114,10 +133,31 @@ class Book:
         """All that is known of it is computed: from now on it decodes."""
         self.prefilling.remove(request)
         self.decoding.join(request, token)
+        request.since = self.step + 1
+
+    def look_ahead(self, most: int) -> None:
+        """The next plan is made while one is in flight: rows that will have their last token with it are not in the
+        next one, and prompts that end with it decode there, up to `most` rows in all."""
+        flight, decoding = self.flights[-1], self.decoding
+        if flight.decodes:
+            for request in decoding.retire():
+                request.happens("leaving the decodes")
+                request.position += 1
+                request.step = flight.step
+                self.prefilling.add(request)
+                flight.retired.append(request)
+        for request, _, end, samples, _ in flight.chunks:
+            if samples and request.phase is PREFILLING and request.lease is not None:
+                if end - request.prompt + 1 < request.max_tokens and decoding.count < most:
+                    self.join(request, UNKNOWN)
+                    request.ahead = True
 
     def sit_out(self, request: Request) -> None:
         """A decode row cannot run in the next plan."""
-        self.decoding.leave(request)
+        if request.ahead:
+            self.decoding.drop(request)
+        else:
+            self.decoding.leave(request)
         request.happens("leaving the decodes")
         self.prefilling.add(request)
 
@@ -129,7 +169,7 @@ class Book:
             self.sit_out(request)
         (self.loading if request.phase is LOADING else self.prefilling).remove(request)
         request.happens("retraction")
-        assert request.lease is not None
+        assert request.lease is not None and request.position == request.done
         self.transfers.offer([self.cache.retract(request.lease, b"", request.position, None)])
         self._let_go(request)
         request.gives_back()
@@ -139,16 +179,11 @@ class Book:
 
     def end(self, request: Request, reason: Reason, detail: str = "") -> None:
         """A request is over, in whatever phase it is."""
-        phase, decoding, flight = request.phase, self.decoding, self.flight
+        phase = request.phase
+        position, generated, reading = self.position(request), self.generated(request), self.reading(request)
         request.happens("its end")
         if phase is DECODING:
-            position = decoding.position(request)
-            generated = position + 1 - request.prompt
-        else:
-            position, generated = request.position, request.generated
-        running = flight is not None and flight.runs(request)
-        if phase is DECODING:
-            pass
+            self.decoding.drop(request)
         elif phase is WAITING:
             self.waiting.remove(request)
         elif phase is PREFILLING:
@@ -161,16 +196,15 @@ class Book:
             self.prefetch.claims.drop(request)
         lease = request.lease
         if lease is not None:
-            reading = flight.step if flight is not None and running else None
             span = self.cache.finish_request(lease, b"", position, reading)
             if span is not None:
                 self.transfers.offer([span])
             del self.owners[lease]
             request.lease = None
-            if flight is not None and running:
-                flight.left.append(request)
-            else:
+            if reading is None:
                 self.vacate(request)
+            else:
+                next(flight for flight in self.flights if flight.step == reading).left.append(request)
         self.cache.unbind(request.binding)
         del self.requests[request.id]
         self.counts["ended"] += 1
@@ -179,8 +213,6 @@ class Book:
 
     def vacate(self, request: Request) -> None:
         """Nothing reads its row any more."""
-        if request.row >= 0:
-            self.decoding.drop(request)
         self.tables.give_slot(request.slot)
         request.slot = -1
 

@@ -20,12 +20,14 @@ class SchedulerConfig:
     max_batch_size       live requests: those that hold memory
     max_loras            different adapters in one batch; 0: no cap
     mixed                prefills and decodes in one batch, decodes first; else a batch is of one kind, prefills first
+    overlap              plans that may be made while another runs: with 1, the next one before the tokens of the last
+                         are known
     host_policy          "through": pages are written to host when they are computed; "evict": only a few at a time, of
                          those the device will lose next, once less than an eighth of it is free (a burst loses some).
                          Without a group that keeps everything there is no telling, and it is "through"
     policy               who comes in next, by name ("fcfs", "prefix")
     max_tries            how often a request that fails alone is tried before it ends as `failed`
-    max_overtaken        how many later requests, more urgent ones too, may come in before one that has to wait
+    max_overtaken        how many later requests, more urgent ones too, may run before one that is ready and does not
     headroom             tokens every running request can still write before a new one comes in
     checkpoint_interval  pages between the snapshots a decoding request leaves, where a group needs them
     store                look in a store for what neither device nor host has; every group needs host pages then
@@ -33,6 +35,8 @@ class SchedulerConfig:
     lookup_ticks         how long a request waits for the answer of the store,
     fetch_ticks          and then for its pages,
     page_ticks           and so much longer for each page
+    max_columns          how many pages wide the tables of a plan are, allocated once; longer requests are refused.
+                         0: they grow with the longest request
     prefix_caching       False: nothing is found or kept; the interface stays the same
     """
 
@@ -57,6 +61,7 @@ class SchedulerConfig:
     lookup_ticks: int = 100
     fetch_ticks: int = 1000
     page_ticks: int = 1
+    max_columns: int = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.groups, str) or not isinstance(self.groups, Iterable):
@@ -76,6 +81,7 @@ class SchedulerConfig:
         whole_number("lookup_ticks", self.lookup_ticks, 1, _MOST)
         whole_number("fetch_ticks", self.fetch_ticks, 1, _MOST)
         whole_number("page_ticks", self.page_ticks, 0, _MOST)
+        whole_number("max_columns", self.max_columns, 0, 1 << 24)
         for field in ("mixed", "store", "events", "prefix_caching"):
             if not isinstance(getattr(self, field), bool):
                 raise ValueError(f"{field} must be True or False, got {getattr(self, field)!r:.60}")
@@ -83,8 +89,6 @@ class SchedulerConfig:
             raise ValueError(f'host_policy must be "through" or "evict", got {self.host_policy!r:.60}')
         if self.policy not in POLICIES:
             raise ValueError(f"policy must be one of {', '.join(sorted(POLICIES))}, got {self.policy!r:.60}")
-        if self.overlap:
-            raise ValueError("overlap must be 0: planning a step while another runs is not supported yet, got 1")
         if self.store:
             bare = [group.name for group in self.groups if not group.host_pages]
             if bare:

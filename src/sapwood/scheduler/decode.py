@@ -7,9 +7,13 @@ the arrays), so what will happen to a row and when is known when it joins, and n
     ending[tick]               rows that reach their last token with that step
     waking[tick]               rows whose eos tokens count from that step on
 
-Not even positions are counted up: a row's is its `lead` plus the number of decode steps done.
+Not even positions are counted up: a row's is its `lead` plus the number of decode steps. Those planned (`planned`) say
+where the next plan begins and who needs a page; those done (`tick`) say which tokens are known. While steps are in
+flight the first is ahead of the second, and a plan shows -1 for tokens that are not known yet. The rows here are those
+of the next plan; each flight remembers its own.
 
-The newest tokens of a row lie in a ring of page_size + 1 columns; the column of a step is the same for all rows.
+The newest tokens of a row lie in a ring of page_size + 2 columns, a page, the newest one and one on its way; the column
+of a step is the same for all rows.
 """
 
 from __future__ import annotations
@@ -23,7 +27,8 @@ from .request import DECODING, Request
 
 Ints = npt.NDArray[np.int32]
 _LEAD, _SLOT, _CACHED, _FINAL = range(4)
-_NO_TOKEN = -1
+_NO_TOKEN = -2  # no token, and not UNKNOWN either
+UNKNOWN = -1  # a token that a plan in flight samples
 _FEW = 8  # up to so many rows a loop beats numpy
 
 
@@ -36,12 +41,15 @@ class Shown(NamedTuple):
     cached: Ints
     samples: npt.NDArray[np.bool_]
     adapters: list[bytes | None]
+    unknown: Ints  # tokens of rows that are all in flight
 
 
 class Decoding:
     def __init__(self, page_size: int, rows: int) -> None:
         self.page_size = page_size
-        self.tick = 0
+        self.tick = 0  # decode steps done
+        self.planned = 0  # and planned
+        self.generation = 1  # how often rows have come and gone
         self.count = 0
         self.requests: list[Request] = []
         self.adapters: dict[bytes, int] = {}  # how many rows each adapter has
@@ -50,7 +58,7 @@ class Decoding:
         self.ending: dict[int, dict[Request, None]] = {}
         self.waking: dict[int, dict[Request, None]] = {}
         self._rows = rows
-        self._columns = page_size + 1
+        self._columns = page_size + 2
         self._take_memory(np.zeros((4, 0), np.int64), np.zeros((0, self._columns), np.int32))
         self._past = np.array(0, np.int32)  # an array: numpy takes a number in twice the time
         self._eos = np.full((0, 0), _NO_TOKEN, np.int32)
@@ -67,6 +75,7 @@ class Decoding:
     def _forget(self) -> None:
         """Membership changes: what was handed out stays as it is, and is made anew."""
         self._shown: Shown | None = None
+        self.generation += 1
 
     # ---- what a plan shows
 
@@ -74,9 +83,8 @@ class Decoding:
         """What stays the same while nobody joins or leaves."""
         if self._shown is None:
             n = self.count
-            self._since = self.tick
-            self._base = (self._fields[_LEAD, :n] + self.tick).astype(np.int32)
-            self.starts = self._base.copy()
+            self._since = self.planned
+            self._base = (self._fields[_LEAD, :n] + self.planned).astype(np.int32)
             self._shown = Shown(
                 [request.id for request in self.requests],
                 self._fields[_SLOT, :n].astype(np.int32),
@@ -84,28 +92,42 @@ class Decoding:
                 self._fields[_CACHED, :n].astype(np.int32),
                 np.ones(n, np.bool_),
                 [request.adapter for request in self.requests],
+                np.full(n, UNKNOWN, np.int32),
             )
         return self._shown
 
+    @property
+    def starts(self) -> Ints:
+        """The position that each row computes next. Ask for `shown` first."""
+        self._past[()] = self.planned - self._since
+        starts: Ints = self._base + self._past
+        return starts
+
     def tokens(self) -> Ints:
+        """The token that each row computes next. If a decode step is in flight, everybody's is on its way: who was not
+        a row of it has joined ahead."""
+        if self.planned > self.tick:
+            return self.shown().unknown
         return self._ring[: self.count, self.tick % self._columns].copy()
 
     def position(self, request: Request) -> int:
+        """Tokens computed, by steps that are done."""
         return request.lead + self.tick
 
     def generated(self, request: Request) -> int:
+        """Tokens it is known to have yielded."""
         return self.position(request) + 1 - request.prompt
 
     def reaching_page_end(self) -> list[Request]:
-        """Rows that will fill their page with the next step."""
-        return list(self.crossing[-(self.tick + 1) % self.page_size])
+        """Rows that will fill their page with the next step that is planned."""
+        return list(self.crossing[-(self.planned + 1) % self.page_size])
 
     def room_ahead(self, headroom: int) -> int:
         """Pages that all rows together will take for their next `headroom` tokens."""
         if not self.count:
             return 0
         size = self.page_size
-        have = self._fields[_LEAD, : self.count] + (self.tick + 1)
+        have = self._fields[_LEAD, : self.count] + (self.planned + 1)
         want = np.minimum(self._fields[_FINAL, : self.count], have + headroom)
         pages = (want + (size - 1)) // size - (have + (size - 1)) // size
         return int(np.maximum(pages, 0).sum())
@@ -113,11 +135,12 @@ class Decoding:
     # ---- members
 
     def join(self, request: Request, token: int) -> None:
-        """A request that knows `tokens` and has just yielded `token` will compute that one next."""
+        """A request that knows `tokens` and has just yielded `token` will compute that one next. UNKNOWN: it is on its
+        way, and `arrives` tells it."""
         row = self.count
         if row == len(self._ring):
             self._make_room()
-        size, tick = self.page_size, self.tick
+        size, tick = self.page_size, self.planned
         position = len(request.tokens) // 4
         request.happens("joining the decodes")
         request.row = row
@@ -138,7 +161,7 @@ class Decoding:
         foreseen[request] = None
         if request.eos:
             wakes = tick + max(1, request.min_tokens - generated)
-            if wakes == tick + 1:
+            if wakes == self.tick + 1:
                 self._wake(request)
             else:
                 request.wakes = wakes
@@ -150,24 +173,34 @@ class Decoding:
     def _write_ring(self, row: int, tail: bytes, token: int) -> None:
         """The tokens of a page that is not full, and the newest after them: that one in the column of this step."""
         width = 4 * self._columns
-        ordered = tail.rjust(width - 4, b"\0") + token.to_bytes(4, "little")
-        cut = width - 4 - 4 * (self.tick % self._columns)
+        ordered = tail.rjust(width - 4, b"\0") + token.to_bytes(4, "little", signed=True)
+        cut = width - 4 - 4 * (self.planned % self._columns)
         self._ring_bytes[width * row : width * row + width] = ordered[cut:] + ordered[:cut]
 
-    def _read_ring(self, row: int) -> bytes:
-        """The tokens of a row, oldest first."""
-        width, end = 4 * self._columns, 4 * (self.tick % self._columns) + 4
-        ring = self._ring_bytes[width * row : width * row + width].tobytes()
-        return ring[end:] + ring[:end]
+    def arrives(self, request: Request, token: int) -> None:
+        """The token with which a row has joined ahead is known."""
+        self._ring[request.row, (len(request.tokens) // 4 - request.lead) % self._columns] = token
+        request.ahead = False
 
     def leave(self, request: Request) -> None:
         """Take a row out; its request knows all its tokens again."""
         size = 4 * self.page_size
         position = self.position(request)
-        tail = self._read_ring(request.row)[size - 4 * (position % self.page_size) :]
+        width, end = 4 * self._columns, 4 * (self.tick % self._columns) + 4
+        ring = self._ring_bytes[width * request.row : width * request.row + width].tobytes()
+        tail = (ring[end:] + ring[:end])[width - 4 - 4 * (position % self.page_size) :]
         request.tokens = b"".join([request.tokens[: len(request.tokens) // size * size], *request.pages, tail])
         self.drop(request)
         request.has_decoded_to(position)
+
+    def retire(self) -> list[Request]:
+        """Take out the rows that the step in flight brings to their last token: the next plan has none of them."""
+        if self.planned == self.tick:
+            return []
+        retired = list(self.ending.get(self.planned, ()))
+        for request in retired:
+            self.leave(request)
+        return retired
 
     def drop(self, request: Request) -> None:
         """Take out a row of a request that is over: nobody will ask for its tokens."""
@@ -195,7 +228,7 @@ class Decoding:
         if len(self._eos):
             self._eos[:, last] = _NO_TOKEN
         self.count = last
-        request.row, request.pages = -1, []
+        request.row, request.pages, request.ahead = -1, [], False
         self._forget()
 
     @staticmethod
@@ -223,34 +256,52 @@ class Decoding:
         self._eos[: len(request.eos), request.row] = request.eos
         self.listens = True
 
-    # ---- a step is done
+    # ---- steps
 
-    def advance(self, tokens: npt.NDArray[Any]) -> list[Request]:
-        """Every row has computed its token and yielded the next. Returns the rows whose page is full now."""
+    def issued(self) -> None:
+        """A plan with all rows has gone out."""
+        self.planned += 1
+        self.standing = self.crossing[-self.planned % self.page_size]
+
+    def withdrawn(self) -> None:
+        """No step is in flight any more, and the rows of those that were have left."""
+        assert self.planned == self.tick or not self.count
+        self.planned = self.tick
+        self.standing = self.crossing[-self.planned % self.page_size]
+
+    def advance(self, rows: list[Request], generation: int, tokens: npt.NDArray[Any]) -> list[Request]:
+        """These rows, all of those of `generation`, have computed their tokens and yielded the next. Returns those that
+        are still here and whose page is full now."""
         tick = self.tick = self.tick + 1
-        self._ring[: self.count, tick % self._columns] = tokens
-        if self._shown is not None:
-            self._past[()] = tick - self._since
-            self.starts = self._base + self._past
+        column = tick % self._columns
+        if generation == self.generation:
+            self._ring[: self.count, column] = tokens
+        else:
+            here = [at for at, request in enumerate(rows) if request.row >= 0]
+            self._ring[[rows[at].row for at in here], column] = tokens[here]
         if tick in self.waking:
             for request in self.waking.pop(tick):
                 if request.phase is DECODING and self.generated(request) >= request.min_tokens:
                     self._wake(request)
-        self.standing = self.crossing[-tick % self.page_size]
-        return list(self.standing)
+        crossed = self.crossing[-tick % self.page_size]
+        if generation == self.generation:
+            return list(crossed)
+        return [request for request in crossed if not request.ahead]
 
     def full_pages(self, requests: list[Request]) -> list[bytes]:
-        """The tokens of the pages these rows have just filled: all of the ring but the newest."""
-        newest, size = self.tick % self._columns, 4 * self.page_size
+        """The tokens of the pages these rows have just filled: all of the ring but the newest and the one to come."""
+        columns, size = self._columns, 4 * self.page_size
+        first, last = (self.tick + 2) % columns, self.tick % columns
         if len(requests) <= _FEW:
-            rows, width, cut = self._ring_bytes, size + 4, 4 * newest
+            rows, width = self._ring_bytes, 4 * columns
             pages = []
             for request in requests:
                 row = rows[width * request.row : width * request.row + width].tobytes()
-                pages.append(row[cut + 4 :] + row[:cut])
+                pages.append(row[4 * first : 4 * last] if first < last else row[4 * first :] + row[: 4 * last])
             return pages
         rings = self._ring.take([request.row for request in requests], 0)
-        raw = np.concatenate([rings[:, newest + 1 :], rings[:, :newest]], 1).tobytes()
+        turned = rings[:, first:last] if first < last else np.concatenate([rings[:, first:], rings[:, :last]], 1)
+        raw = turned.tobytes()
         return [raw[at : at + size] for at in range(0, len(raw), size)]
 
     def stopped(self) -> list[Request]:

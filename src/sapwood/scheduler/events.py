@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -26,10 +26,12 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class StepFailed:
-    """A plan's batch has failed; nothing it wrote can be trusted."""
+    """A plan's batch has failed; nothing it wrote can be trusted, nor what later plans in flight write. `culprits`:
+    ids of rows that are known to be at fault; they are tried alone next, and the others together."""
 
     step: int
     reason: str
+    culprits: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from sapwood.cache import Lease
 
 from .book import Book, Flight
 from .config import SchedulerConfig
@@ -32,33 +34,36 @@ class Outcome:
     # ---- done
 
     def done(self, event: StepDone) -> None:
-        book, cache = self.book, self.cache
+        book, cache, decoding = self.book, self.cache, self.book.decoding
         flight = self._flight(event)
+        if flight.doomed:
+            self._written_off(flight)
+            return
         tokens = self._tokens(flight, event.tokens)
         self.counts["steps"] += 1
+        del book.flights[0]
         decodes = len(flight.decodes)
         crossed: list[Request] = []
+        retired = [request for request in flight.retired if request.lease is not None]
         if decodes:
-            crossed = book.decoding.advance(tokens[:decodes])
-            if flight.left:
-                crossed = [request for request in crossed if request.lease is not None]
-            if crossed:
-                self._publish(crossed)
-        for request, _, end, _, _ in flight.chunks:
+            crossed = decoding.advance(flight.decodes, flight.generation, tokens[:decodes])
+            self._publish(crossed, retired)
+            if not self.config.mixed:
+                for request in flight.decodes:
+                    request.overtaken = 0
+        for request, start, end, _, _ in flight.chunks:
             if request.lease is not None:
-                request.computes_to(end)
-        commit = cache.step_commit(flight.step)
+                request.computes(start, end)
+        commit = cache.step_commit(flight.step, book.flights[-1].step if book.flights else None)
         if commit.real:
             book.transfers.offer(commit.real)
         for replaced in commit.replaced:
             owner = book.owners.get(replaced.lease)
             if owner is not None:
                 book.tables.replace(owner.slot, replaced.group, replaced.column, replaced.page)
-        book.flight = None
         for request in flight.left:
             book.vacate(request)
         if decodes:
-            decoding = book.decoding
             if decoding.listens:
                 for request in decoding.stopped():
                     if request.phase is DECODING:
@@ -67,44 +72,58 @@ class Outcome:
                 for request in decoding.used_up():
                     if request.phase is DECODING:
                         book.end(request, "length")
+            for request in retired:
+                self._yields(request, int(tokens[flight.decodes.index(request)]))
         if flight.chunks:
             self._after_chunks(flight.chunks, tokens[decodes:])
         if self.slides:
             self._slide(crossed, [chunk.request for chunk in flight.chunks])
         if self.planner.retries:
-            self.planner.tried(flight.rows())
+            self.planner.strike(flight.rows())
 
-    def _publish(self, crossed: list[Request]) -> None:
+    def _publish(self, crossed: list[Request], retired: list[Request]) -> None:
         """Rows whose page is full hand it to the tree, and keep its tokens."""
-        pages = self.book.decoding.full_pages(crossed)
+        pages = self.book.decoding.full_pages(crossed) if crossed else []
         leases: list[Any] = []
         for request, page in zip(crossed, pages, strict=True):
             request.pages.append(page)
             leases.append(request.lease)
-        self.cache.publish_rows(leases, pages)
+        for request in retired:
+            request.computes(request.done, request.done + 1)
+            if request.done % self.config.page_size == 0:
+                pages.append(request.tokens[-4 * self.config.page_size :])
+                leases.append(request.lease)
+        if leases:
+            self.cache.publish_rows(leases, pages)
 
     def _after_chunks(self, chunks: list[Chunk], tokens: npt.NDArray[Any]) -> None:
         """Rows that yielded a token end with it, or decode from now on."""
         book, decoding, most = self.book, self.book.decoding, self.config.max_batch_tokens
         sampled = iter(tokens.tolist())
-        apart = bool(self.planner.retries)
+        # Rows join only while no plan of decode rows is in flight that they are not in, and none is tried apart.
+        joins = not self.planner.retries and decoding.planned == decoding.tick
         for request, _, end, samples, _ in chunks:
             token = next(sampled) if samples else -1
-            if request.phase is ENDED:
-                continue
-            request.tries = 0
-            if not samples:
+            if not samples or request.phase is ENDED:
                 continue
             generated = end - request.prompt + 1
             stops = generated >= request.min_tokens and token in request.eos
-            if not stops and generated < request.max_tokens and not apart and decoding.count < most:
+            if request.ahead:
+                decoding.arrives(request, token)
+                if stops:
+                    book.end(request, "stop")
+            elif not stops and generated < request.max_tokens and joins and decoding.count < most:
                 book.join(request, token)
-                continue
-            request.tokens += token.to_bytes(4, "little")
-            if stops:
-                book.end(request, "stop")
-            elif generated >= request.max_tokens:
-                book.end(request, "length")
+            else:
+                self._yields(request, token)
+
+    def _yields(self, request: Request, token: int) -> None:
+        """A request that is none of the decode rows has one more token, and may be over with it."""
+        request.tokens += token.to_bytes(4, "little")
+        if request.generated >= request.min_tokens and token in request.eos:
+            self.book.end(request, "stop")
+        elif request.generated >= request.max_tokens:
+            self.book.end(request, "length")
 
     def _slide(self, crossed: list[Request], others: list[Request]) -> None:
         book, tick = self.book, self.book.decoding.tick
@@ -153,50 +172,89 @@ class Outcome:
         return tokens
 
     def _flight(self, event: StepDone | StepFailed) -> Flight:
-        flight = self.book.flight
-        if flight is None or event.step != flight.step:
-            running = f"step {flight.step} runs" if flight is not None else "no step runs"
+        flights = self.book.flights
+        if not flights or event.step != flights[0].step:
+            running = f"step {flights[0].step} runs" if flights else "no step runs"
             raise ProtocolError(f"{type(event).__name__}({event.step!r:.20}) cannot happen now: {running}")
-        return flight
+        return flights[0]
 
     # ---- failed
 
     def failed(self, event: StepFailed) -> None:
-        """Everybody in the step goes back; then they are tried in halves, until the culprit is alone."""
-        book, cache, planner = self.book, self.cache, self.planner
+        """Everybody in the step goes back, and in the plans made on top of it. The rows of the step are tried again in
+        halves, until the culprit is alone; or, if culprits are known, these alone and the others together."""
+        book, planner = self.book, self.planner
         flight = self._flight(event)
+        culprits = self._culprits(event)
+        if flight.doomed:
+            self._written_off(flight)
+            return
         self.counts["steps_failed"] += 1
-        fallen = cache.step_failed(flight.step, flight.step)
-        book.flight = None
+        fallen = self.cache.step_failed(flight.step, book.flights[-1].step)
+        del book.flights[0]
         for request in flight.left:
             book.vacate(request)
         rows = [request for request in flight.rows() if request.phase is not ENDED]
         for request in rows:
+            request.failed_at = max(request.failed_at, book.position(request))
+        self._withdraw(rows, fallen)
+        if planner.retries:
+            planner.retries[0] = [request for request in planner.retries[0] if request not in rows]
+        if len(flight.decodes) + len(flight.chunks) == 1:
+            for request in rows:
+                request.tries += 1
+                if request.tries >= self.config.max_tries:
+                    book.end(request, "failed", str(event.reason)[:1000])
+                else:
+                    planner.retries.insert(0, rows)
+        elif any(request.id in culprits for request in rows):
+            alone = [[request] for request in rows if request.id in culprits]
+            planner.retries[:0] = [*alone, [request for request in rows if request.id not in culprits]]
+        else:
+            half = len(rows) // 2
+            planner.retries[:0] = [rows[:half], rows[half:]]
+
+    def _withdraw(self, rows: list[Request], fallen: list[Lease]) -> None:
+        """What was planned is taken back: from the rows of a step that failed, from those of the plans in flight behind
+        it, and from whoever had adopted what these promised."""
+        book = self.book
+        for later in book.flights:
+            later.doomed = True
+            for request in later.rows():
+                if request.phase is not ENDED:
+                    request.step = later.step  # which still reads its slot
+                    rows = [*rows, request]
+        for request in dict.fromkeys(rows):
             if request.phase is DECODING:
                 book.sit_out(request)
             assert request.lease is not None and request.phase is PREFILLING
-            request.tries += 1
             self._fall(request)
         for request in [book.owners[lease] for lease in fallen if lease in book.owners]:
             if request.phase is LOADING:  # the pages before those it waits for are gone
                 book.retract(request)
-            elif request not in rows:  # it had adopted what this step promised, and was not in the step
+            elif request not in rows:
                 if request.phase is DECODING:
                     book.sit_out(request)
                 self._fall(request)
-        if planner.retries:
-            planner.tried(flight.rows())
-        if len(rows) == 1:
-            alone = len(flight.decodes) + len(flight.chunks) == 1
-            if alone and rows[0].tries >= self.config.max_tries:
-                book.end(rows[0], "failed", str(event.reason)[:1000])
-            else:
-                planner.retries.insert(0, rows)
-        elif rows:
-            half = len(rows) // 2
-            planner.retries[:0] = [rows[:half], rows[half:]]
+        book.decoding.withdrawn()
+        book.tables.show_all()
+
+    def _written_off(self, flight: Flight) -> None:
+        """The event of a plan that was made on top of one that failed."""
+        self.counts["steps_failed"] += 1
+        self.cache.step_failed(flight.step, flight.step)
+        del self.book.flights[0]
+        for request in flight.left:
+            self.book.vacate(request)
+
+    @staticmethod
+    def _culprits(event: StepFailed) -> frozenset[str]:
+        named = event.culprits
+        if isinstance(named, str) or not isinstance(named, Collection) or not all(isinstance(id, str) for id in named):
+            raise ProtocolError(f"StepFailed({event.step}): culprits must be a list of request ids, got {named!r:.60}")
+        return frozenset(named)
 
     def _fall(self, request: Request) -> None:
         assert request.lease is not None
-        request.falls_to(self.cache.rewind(request.lease, request.position))
+        request.falls_to(self.cache.rewind(request.lease, request.done))
         self.book.tables.write(request.slot, request.lease)

@@ -36,6 +36,9 @@ class Batch:
     samples     this row yields a token
     write_from  by group: K/V of earlier positions go to the null page
     adapters    content digest, or None for the base model
+    tokens      -1: the token that this id samples in the last plan with rows before this one
+    decodes     how many of the first rows are decode rows: one token each, in every plan
+    generation  the same while ids, slots and adapters of these stay the same; 0 if there are none
     """
 
     ids: list[str]
@@ -47,6 +50,8 @@ class Batch:
     samples: npt.NDArray[np.bool_]
     write_from: dict[str, Ints]
     adapters: list[bytes | None]
+    decodes: int = 0
+    generation: int = 0
 
 
 def _no_rows() -> Batch:
@@ -56,7 +61,12 @@ def _no_rows() -> Batch:
 
 @dataclass(slots=True)
 class Plan:
-    """One step. `tables[group][slots[i]]` is what row i reads. An empty plan has no step and wants no event."""
+    """One step. `tables[group][slots[i]]` is what row i reads. An empty plan has no step and wants no event.
+
+    changes  by group (places, values): the table entries, by slot * columns + column, that differ from what the last
+             plan with rows showed (at first all are 0). After a StepFailed, and when tables have grown, all of them
+    seated   (slot, id) of slots with a new owner since then: what an executor keeps by slot begins anew there
+    """
 
     step: int | None = None
     batch: Batch = field(default_factory=_no_rows)
@@ -69,6 +79,8 @@ class Plan:
     backups: list[Any] = field(default_factory=list)
     ended: list[Ended] = field(default_factory=list)
     wake_in: int | None = None
+    changes: dict[str, tuple[Ints, Ints]] = field(default_factory=dict)
+    seated: list[tuple[int, str]] = field(default_factory=list)
 
     @property
     def empty(self) -> bool:
@@ -77,10 +89,11 @@ class Plan:
 
 def decode_batch(rows: Decoding, groups: list[str]) -> Batch:
     """All decode rows, and nobody else."""
-    ids, slots, lengths, cached, samples, adapters = rows.shown()
+    ids, slots, lengths, cached, samples, adapters, _ = rows.shown()
     starts = rows.starts
     write_from = dict.fromkeys(groups, starts)
-    return Batch(ids, slots, starts, lengths, rows.tokens(), cached, samples, write_from, adapters)
+    n, generation = rows.count, rows.generation
+    return Batch(ids, slots, starts, lengths, rows.tokens(), cached, samples, write_from, adapters, n, generation)
 
 
 def batch_of(rows: Decoding | None, chunks: list[Chunk], groups: list[str]) -> Batch:
@@ -115,4 +128,6 @@ def batch_of(rows: Decoding | None, chunks: list[Chunk], groups: list[str]) -> B
         both([theirs.samples, mine.samples]),
         {name: both([theirs.starts, mine.write_from[name]]) for name in groups},
         theirs.adapters + mine.adapters,
+        theirs.decodes,
+        theirs.generation,
     )

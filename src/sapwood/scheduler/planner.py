@@ -2,10 +2,14 @@
 
     1. relief      who could not grow in the last plan gets room, at the cost of the least urgent
     2. decodes     every decode row gets the page it needs, or sits out
-    3. chunks      by urgency, and within it: requests that hold memory and have tokens to compute, then those that
-                   wait, each in order of arrival; each takes what is left of the token budget
+    3. chunks      first who was passed over too often, oldest first; then decode rows that sat out; then by urgency,
+                   and within it: requests that hold memory and have tokens to compute, then those that wait, each in
+                   order of arrival. Each takes what is left of the token budget
 
-With `mixed=False` chunks come first, and decodes only if there are none.
+With `mixed=False` chunks come first, and decodes only if there are none, or if one of them was passed over too often.
+
+While a plan is in flight, the next is made from what is certain (`Book.look_ahead`). Whatever would have a row sit out,
+be retracted or be tried again waits until nothing is in flight.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 from heapq import merge
-from itertools import chain
+from operator import attrgetter
 
 from sapwood.cache import Keep, Lease, Match, PageCopy
 
@@ -23,8 +27,9 @@ from .config import SchedulerConfig
 from .plan import Chunk, Plan, batch_of, decode_batch
 from .policy import POLICIES
 from .pressure import Pressure
-from .request import LOADING, Request
+from .request import DECODING, ENDED, LOADING, PREFILLING, WAITING, Request
 
+_arrival = attrgetter("arrival")
 _new = tuple.__new__  # a NamedTuple in a third of the time
 _FIRST = Keep(least=1)
 _LOOKS = 8  # requests that turn out not to fit, after which a plan looks at nobody else
@@ -41,66 +46,82 @@ class Planner:
         self.snapshots = self.cache.keeps_snapshots
         self.pressure = Pressure(book)
         self.policy = POLICIES[config.policy]()
-        self.step = 0
+        self.most = config.max_overtaken
+        self.overdue: list[Request] = []  # passed over too often, when they were last looked at
         self.gate = Gate(0, ())
         self.retries: list[list[Request]] = []  # rows of failed steps, to be tried apart from each other
         self.groups = [group.name for group in self.cache.groups]
 
     def plan(self) -> Plan:
         """The next plan; empty if nobody can run."""
-        if self.retries:
+        book, pressure = self.book, self.pressure
+        decoding, flying = book.decoding, bool(book.flights)
+        if flying:
+            if self.retries or book.flights[-1].doomed:
+                return self.transfers_only()
+            book.look_ahead(self.config.max_batch_tokens)
+        elif self.retries:
             apart = self._retry()
             if apart:
                 return self._issue(False, apart)
-        book = self.book
-        decoding = book.decoding
         while True:
             tight = bool(book.prefilling.items) and self._anybody_sat_out()
             if tight:
-                self.pressure.relieve()
+                if flying:
+                    return self.transfers_only()
+                pressure.relieve()
+            overdue = self._find_overdue() if self.overdue or not self.most else []
             chunks: list[Chunk] = []
-            if self.config.mixed:
-                if decoding.standing:
-                    tight |= self.pressure.grow_decodes()
-                self._begin(decoding.count)
-                if book.prefilling.items:
-                    self._resume_decodes(chunks)
-                if book.prefilling.items or book.waiting.items:
-                    self._prefill(chunks, not tight)
-            else:
+            if not self.config.mixed and not self._decodes_overdue(overdue):
                 self._begin(0)
-                self._prefill(chunks, not tight)
+                self._fill(chunks, [request for request in overdue if not request.decodes], not tight)
                 if chunks:
                     return self._issue(False, chunks)
-                self.pressure.grow_decodes()
-                self._begin(decoding.count)
-                self._resume_decodes(chunks)
+            if decoding.standing and not pressure.grow_decodes():
+                if flying:
+                    return self.transfers_only()
+                pressure.let_sit_out()
+                tight = True
+            self._begin(decoding.count)
+            if self.config.mixed:
+                if book.prefilling.items or book.waiting.items:
+                    self._fill(chunks, overdue, not tight)
+            else:
+                self._resume_decodes(chunks, overdue)
             if chunks or decoding.count:
                 return self._issue(True, chunks)
-            if not self.pressure.break_deadlock():
+            if flying or not pressure.break_deadlock():
                 return self.transfers_only()
 
     def _begin(self, rows: int) -> None:
-        self.number = self.step + 1
+        self.number = self.book.step + 1
         self.budget = self.config.max_batch_tokens - rows
         self.copies: list[PageCopy] = []
         if self.config.max_loras:
             self.gate = Gate(self.config.max_loras, self.book.decoding.adapters)  # who prefills will decode with them
         self.ahead = -1  # pages that running requests will still take; counted when somebody wants to come in
         self.checkpoints: list[tuple[Lease, int]] = []
+        self.pending: set[Request] = set()  # wait for a snapshot that somebody is making
 
     def _issue(self, decodes: bool, chunks: list[Chunk]) -> Plan:
         book = self.book
-        rows = book.decoding.requests if decodes else []
+        decoding = book.decoding
+        decodes = decodes and decoding.count > 0
         if self.snapshots:
             self._checkpoint(decodes)
-        step = self.step = self.number
-        book.flight = Flight(step, rows.copy(), chunks)
+        book.step = self.number
+        rows = decoding.requests.copy() if decodes else []
+        book.flights.append(Flight(self.number, rows, decoding.generation, chunks))
         if chunks:
-            batch = batch_of(book.decoding if decodes else None, chunks, self.groups)
+            self._age(decodes, chunks)
+            batch = batch_of(decoding if decodes else None, chunks, self.groups)
         else:
-            batch = decode_batch(book.decoding, self.groups)
-        plan = Plan(step, batch, book.tables.arrays, self.copies, [], [], [], [], [], [])
+            batch = decode_batch(decoding, self.groups)
+        if decodes:
+            decoding.issued()
+        tables = book.tables
+        plan = Plan(self.number, batch, tables.arrays, self.copies, [], [], [], [], [], [])
+        plan.changes, plan.seated = tables.take_changes(), tables.take_seated()
         if book.transfers.under_way:
             plan.loads, plan.saves = book.transfers.take()
         if self.config.store:
@@ -115,8 +136,8 @@ class Planner:
         wake_in = book.prefetch.wake_in()
         if not (loads or saves or lookups or fetches or backups):
             return Plan(wake_in=wake_in)
-        self.step += 1
-        plan = Plan(self.step, tables=book.tables.arrays, loads=loads, saves=saves, wake_in=wake_in)
+        book.step += 1
+        plan = Plan(book.step, tables=book.tables.arrays, loads=loads, saves=saves, wake_in=wake_in)
         plan.lookups, plan.fetches, plan.backups = lookups, fetches, backups
         return plan
 
@@ -131,7 +152,7 @@ class Planner:
         if not decodes:
             return
         decoding, every = self.book.decoding, self.config.checkpoint_interval
-        tick, size = decoding.tick + 1, self.page
+        tick, size = decoding.planned + 1, self.page
         for request in decoding.reaching_page_end():
             page = (request.lead + tick) // size
             if page % every == 0 and request.lease is not None:
@@ -157,71 +178,119 @@ class Planner:
             if chunks or not self.pressure.break_deadlock():
                 return chunks
 
-    def tried(self, rows: list[Request]) -> None:
-        """These were tried apart. Who belongs to them and found no place in the batch is tried next."""
-        rest = [request for request in self.retries[0] if request not in rows]
+    def strike(self, rows: list[Request]) -> None:
+        """These have been tried apart. Who belongs to them and found no place in the batch is tried next, and so is who
+        has not got beyond where it failed."""
+        rest = [request for request in self.retries[0] if request not in rows or request.failed_at >= 0]
         self.retries[:1] = [rest] if rest else []
+
+    # ---- nobody is passed over for ever
+
+    def _find_overdue(self) -> list[Request]:
+        """Those that hold memory or wait and were passed over too often, oldest first."""
+        self.overdue = [r for r in self.overdue if r.overtaken >= self.most and r.phase is not ENDED]
+        if not self.most:
+            return sorted([*self.book.prefilling.items, *self.book.waiting.items], key=_arrival)
+        return sorted([r for r in self.overdue if r.phase in (PREFILLING, WAITING)], key=_arrival)
+
+    def _decodes_overdue(self, overdue: list[Request]) -> bool:
+        """Where a batch is of one kind: whether a row that decodes was passed over too often."""
+        most = self.most or 1
+        return any(r.decodes and r.overtaken >= most for r in overdue) or (
+            bool(self.overdue) and any(r.phase is DECODING and r.overtaken >= most for r in self.overdue)
+        )
+
+    def _age(self, decodes: bool, chunks: list[Chunk]) -> None:
+        """Whoever is ready and has no row in this plan is passed over by everybody later that has its first row."""
+        fresh = []
+        for chunk in chunks:
+            if not chunk.request.ran:
+                chunk.request.ran = True
+                fresh.append(chunk.request.arrival)
+        if not fresh:
+            return
+        fresh.sort()
+        book, number, last = self.book, self.number, fresh[-1]
+        others = [*book.waiting.items, *book.prefilling.items]
+        if not decodes:
+            others += book.decoding.requests
+        for request in others:
+            if request.arrival < last and request.step != number and request not in self.pending:
+                if request.phase is not PREFILLING or len(request.tokens) > 4 * request.position:
+                    before = request.overtaken
+                    request.overtaken += len(fresh) - bisect_left(fresh, request.arrival)
+                    if before < (self.most or 1) <= request.overtaken:
+                        self.overdue.append(request)
 
     # ---- chunks
 
-    def _resume_decodes(self, chunks: list[Chunk]) -> None:
+    def _resume_decodes(self, chunks: list[Chunk], overdue: list[Request]) -> None:
         """Decode rows that sat out, or were tried apart, run again."""
-        for request in [request for request in self.book.prefilling.items if request.decodes]:
-            self._take_part(request, chunks)
+        resuming = [request for request in self.book.prefilling.items if request.decodes]
+        for request in [*overdue, *resuming] if overdue else resuming:
+            if request.decodes and request.step != self.number:
+                self._take_part(request, chunks)
 
-    def _prefill(self, chunks: list[Chunk], admitting: bool) -> None:
-        """Rows for requests that have more to compute, as far as the budget reaches: within a priority first those
-        that hold memory, then those that wait."""
+    def _fill(self, chunks: list[Chunk], overdue: list[Request], admitting: bool) -> None:
+        """Rows for requests that have something to compute, as far as the budget reaches: first who is overdue; then,
+        in mixed batches, decode rows that sat out; then by urgency, and within it first those that hold memory."""
         book = self.book
-        if self.budget <= 0 or not (book.prefilling.items or (admitting and book.waiting.items)):
-            return
-        staying = [request for request in book.prefilling.items if not request.decodes]
-        free = self.config.max_batch_size - book.live
-        coming: Iterable[Request] = ()
-        if admitting and free > 0 and book.waiting.items:
-            coming = self._order(book.waiting.items)
+        self.free = self.config.max_batch_size - book.live if admitting else 0
         self.room: tuple[int, tuple[int, ...]] | None = None
         self.looks = _LOOKS
-        admitted: list[Request] = []
-        for request in merge(staying, coming, key=lambda r: (r.priority, r.lease is None)) if staying else coming:
-            if self.budget <= 0 or not (free or staying):
-                break
-            if request.lease is None:
-                if not free:
-                    continue
+        for request in overdue:
+            if not self._serve(request, chunks):
                 if request.adapter is not None and not self.gate.lets_in(request.adapter):
-                    if request.overtaken >= self.config.max_overtaken:
-                        self.gate.close()
-                    continue
-                if not self._admit(request):
-                    if request.overtaken >= self.config.max_overtaken or not self.looks:
-                        free = 0  # it has been overtaken often enough, or enough were looked at: nobody else comes in
-                    continue
-                free -= 1
-                admitted.append(request)
-                if request.phase is LOADING:
-                    continue
-            self._take_part(request, chunks)
-        if admitted:
-            self._age(admitted)
+                    self.gate.close()
+                elif request.lease is None or request.sat_out:
+                    self.free = 0  # it does not fit: nobody else comes in
+        if self.config.mixed and book.prefilling.items:
+            self._resume_decodes(chunks, [])
+        staying = [r for r in book.prefilling.items if r.prefills and r.step != self.number]
+        coming: Iterable[Request] = ()
+        if self.budget > 0 and self.free > 0 and book.waiting.items:
+            coming = self._order(book.waiting.items, overdue)
+        for request in merge(staying, coming, key=lambda r: (r.priority, r.lease is None)) if staying else coming:
+            if self.budget <= 0 or not (self.free > 0 or staying):
+                break
+            self._serve(request, chunks)
 
-    def _order(self, waiting: list[Request]) -> Iterable[Request]:
-        """Who is tried first: those overtaken too often, whatever their urgency; then as the policy says."""
-        most = self.config.max_overtaken
-        overdue = [request for request in waiting if request.overtaken >= most]
-        rest = [request for request in waiting if request.overtaken < most] if overdue else waiting.copy()
-        ordered = self.policy.order(rest, most, self._peek)
-        return chain(overdue, ordered) if overdue else ordered
+    def _order(self, waiting: list[Request], tried: list[Request]) -> Iterable[Request]:
+        """Who is tried first, as the policy says."""
+        before = set(tried)
+        rest = [request for request in waiting if request not in before] if tried else waiting.copy()
+        return self.policy.order(rest, self.most, self._peek)
 
-    def _take_part(self, request: Request, chunks: list[Chunk]) -> None:
+    def _serve(self, request: Request, chunks: list[Chunk]) -> bool:
+        """A row for a request that holds memory; one that waits is let in first, if it can be. False: it is ready, and
+        cannot have one."""
+        if request.lease is None:
+            if self.free <= 0 or self.budget <= 0:
+                return True
+            if request.adapter is not None and not self.gate.lets_in(request.adapter):
+                return False
+            if not self._admit(request):
+                if not self.looks:
+                    self.free = 0  # enough were looked at
+                return request in self.pending
+            self.free -= 1
+        if request.phase is LOADING or len(request.tokens) == 4 * request.position:
+            return True
+        return self._take_part(request, chunks)
+
+    def _take_part(self, request: Request, chunks: list[Chunk]) -> bool:
         adapter = request.adapter
-        if self.budget <= 0 or (adapter is not None and not self.gate.lets_in(adapter)):
-            return
+        if self.budget <= 0:
+            return False
+        if adapter is not None and not (self.gate.lets_on if request.decodes else self.gate.lets_in)(adapter):
+            return False
         chunk = self._chunk(request)
-        if chunk is not None:
-            chunks.append(chunk)
-            if adapter is not None:
-                self.gate.enter(adapter)
+        if chunk is None:
+            return False
+        chunks.append(chunk)
+        if adapter is not None:
+            self.gate.enter(adapter)
+        return True
 
     def _chunk(self, request: Request) -> Chunk | None:
         """The next tokens of a request, as many as the budget and every group can give; None if that is none."""
@@ -229,7 +298,10 @@ class Planner:
         assert lease is not None
         if request.reads and request.position < lease.length - 1 and lease.opened:
             known = request.tokens if len(request.tokens) == 4 * lease.length else request.tokens[: 4 * lease.length]
-            request.begins_at(cache.adopt(lease, known, request.position))
+            if request.position == request.done:
+                request.begins_at(cache.adopt(lease, known, request.position))
+            elif cache.could_adopt(lease, known, request.position):
+                return None  # by the next plan none of its rows is in flight, and it need not compute this
         start = request.position
         known_to = len(request.tokens) // 4
         end = start + self.budget
@@ -251,6 +323,7 @@ class Planner:
         if lease.cuts and not end % page and end // page in lease.cuts:
             self.checkpoints.append((lease, end // page))
         self.book.tables.write(request.slot, lease)
+        request.position, request.step = end, step
         self.budget -= end - start
         return _new(Chunk, (request, start, end, end == known_to, write_from))
 
@@ -278,6 +351,7 @@ class Planner:
             return False
         match = self._match(request)
         if match.pending:
+            self.pending.add(request)
             return False
         upto = match.start + self.budget
         if upto > match.length:  # a cut does not matter here: what comes behind it needs its pages a step later
@@ -297,12 +371,12 @@ class Planner:
             self.looks -= 1
             request.own = max(0, -(-want // self.page) - match.depth)
             short = request.own + self.ahead > self.cache.room()
-            request.tried, request.tried_at = () if short else self.cache.available(), self.step
+            request.tried, request.tried_at = () if short else self.cache.available(), book.step
         return False
 
     def _hopeless(self, request: Request) -> bool:
         """Whether a request that did not fit a short while ago would not fit now either: told without looking."""
-        if not self.book.owners or self.step - request.tried_at >= _LOOK_AGAIN:
+        if not self.book.owners or self.book.step - request.tried_at >= _LOOK_AGAIN:
             return False
         if self.ahead < 0:
             self._count_ahead()
@@ -330,10 +404,3 @@ class Planner:
         assert request.lease is not None
         more = -(-want // self.page) - self.cache.columns(request.lease)
         return more if more > 0 else 0
-
-    def _age(self, admitted: list[Request]) -> None:
-        """Whoever came before one of these, and still waits, has been overtaken."""
-        arrivals = sorted([request.arrival for request in admitted])
-        for request in self.book.waiting.items:
-            if request.arrival < arrivals[-1]:
-                request.overtaken += len(arrivals) - bisect_left(arrivals, request.arrival)

@@ -1,7 +1,9 @@
 """When pages run out. In order: evict (the cache does that by itself); let a row that cannot grow sit out a plan; then
-retract somebody: the least urgent, and of those the latest to arrive.
+retract somebody: the least urgent, and of those the latest to arrive. Who was passed over too often is given up only
+for one that was too, and came earlier.
 
-All of it happens before the first row of a plan is made: nobody who is in a plan is ever retracted.
+All of it happens before the first row of a plan is made, and with no plan in flight: nobody who is in a plan is ever
+retracted, nor sits out.
 """
 
 from __future__ import annotations
@@ -15,10 +17,17 @@ _PATIENCE = 8  # plans that a row sits out while transfers are under way that ma
 class Pressure:
     def __init__(self, book: Book) -> None:
         self.book = book
+        self.most = book.config.max_overtaken
+
+    def rank(self, request: Request) -> tuple[int, int, int]:
+        """Whose memory goes last: the overdue by arrival, then by urgency and arrival."""
+        if request.overtaken >= self.most:
+            return 0, request.arrival, 0
+        return 1, request.priority, request.arrival
 
     def relieve(self) -> None:
         """Those who sat out the last plan and still cannot grow: somebody less urgent makes room."""
-        for request in [r for r in self.book.prefilling.items if r.sat_out]:
+        for request in sorted([r for r in self.book.prefilling.items if r.sat_out], key=self.rank):
             if request.lease is None:
                 continue  # retracted for the sake of one before it
             if self.book.transfers.pending and request.sat_out < _PATIENCE:
@@ -30,19 +39,18 @@ class Pressure:
                 self.book.retract(victim)
 
     def grow_decodes(self) -> bool:
-        """A page for every decode row that needs one. Who gets none sits out; returns whether anybody does."""
+        """A page for every decode row that needs one, or, if that is too many, for none."""
+        rows = list(self.book.decoding.standing)
+        return not rows or self._grow(rows)
+
+    def let_sit_out(self) -> None:
+        """A page for the first of the decode rows that need one. Who gets none sits out."""
         book = self.book
-        rows = list(book.decoding.standing)
-        if not rows or self._grow(rows):
-            return False
-        tight = False
-        for row in sorted(rows, key=lambda request: request.key):
+        for row in sorted(book.decoding.standing, key=self.rank):
             if not self._grow([row]):
-                tight = True
                 row.sat_out = 1
                 book.counts["sat_out"] += 1
                 book.sit_out(row)
-        return tight
 
     def _grow(self, rows: list[Request]) -> bool:
         book = self.book
@@ -69,9 +77,10 @@ class Pressure:
 
     def _victim(self, needy: Request | None) -> Request | None:
         """The least urgent, then the latest, of those behind `needy` whose memory would help anybody."""
-        behind = [r for r in self.book.holders() if needy is None or r.key > needy.key]
-        for request in sorted(behind, key=lambda r: r.key, reverse=True):
+        holders = sorted(self.book.holders(), key=self.rank, reverse=True)
+        behind = [r for r in holders if needy is None or self.rank(r) > self.rank(needy)]
+        for request in behind:
             assert request.lease is not None
             if self.book.cache.would_free(request.lease):
                 return request
-        return max(behind, key=lambda r: r.key) if behind and needy is None else None
+        return behind[0] if behind and needy is None else None

@@ -77,13 +77,16 @@ class Request:
 
     __slots__ = (
         "adapter",
+        "ahead",
         "arrival",
         "binding",
         "cached",
         "column",
         "computed",
+        "done",
         "ends",
         "eos",
+        "failed_at",
         "final",
         "host",
         "id",
@@ -99,13 +102,16 @@ class Request:
         "position",
         "priority",
         "prompt",
+        "ran",
         "reached",
         "reads",
         "recomputed",
         "row",
         "sat_out",
         "settled",
+        "since",
         "slot",
+        "step",
         "tokens",
         "tried",
         "tried_at",
@@ -133,20 +139,26 @@ class Request:
         self.host = True  # may be served from host; not after a load for it has failed
         self.lease: Lease | None = None
         self.slot = -1
+        self.step = 0  # the newest plan with a row of it that is not one of the decode rows
+        self.since = 0  # while it decodes: the first plan that has it among the decode rows
+        self.ahead = False  # it decodes, and the chunk that yields its first token there is still in flight
         self.lead = 0  # while it decodes: its position, less the decode steps done so far
         self.row = -1  # its place in the arrays while it decodes
         self.column = 0  # the next page it will need while it decodes
         self.ends = 0  # while it decodes: the step that brings its last token
         self.wakes = 0  # and from which its eos tokens count, if they do not yet
         self.pages: list[bytes] = []  # whole pages of tokens since it began to decode
-        self.position = 0  # tokens computed
+        self.done = 0  # tokens computed
+        self.position = 0  # and those that plans in flight compute
         self.cached = 0
         self.computed = 0
         self.recomputed = 0
         self.reached = 0  # the furthest position it has been at: what is computed below counts as again
         self.settled = (0, 0)  # `cached` and `reached` as of its last step that was done
-        self.tries = 0
-        self.overtaken = 0
+        self.tries = 0  # steps that failed with this row alone in them, since it got beyond `failed_at`
+        self.failed_at = -1  # the furthest position at which a row of it began that failed; -1: it has got beyond
+        self.ran = False  # it has had a row
+        self.overtaken = 0  # later ones that got their first row while it was ready and had none
         self.sat_out = 0  # for how many plans it could not grow
         self.tried: tuple[int, ...] | None = None  # pages there were when it last did not fit; (): too few for `own`
         self.tried_at = 0  # the plan before that one
@@ -169,9 +181,14 @@ class Request:
         """Whether all but its newest token is computed, while it is not one of the decode rows."""
         return len(self.tokens) == 4 * self.position + 4 and len(self.tokens) > 4 * self.prompt
 
+    @property
+    def prefills(self) -> bool:
+        """Whether it has more than that to compute. Neither: what it knows is computed, or in flight."""
+        return len(self.tokens) > 4 * self.position and not self.decodes
+
     def begins_at(self, position: int) -> None:
         """It goes on at `position`: what lies beyond where it has been was found in the cache."""
-        self.position = position
+        self.position = self.done = position
         reached, prompt = self.reached, self.prompt
         if position > reached:
             if reached < prompt:
@@ -180,7 +197,7 @@ class Request:
 
     def has_decoded_to(self, position: int) -> None:
         """It leaves the decode rows, where nobody counted."""
-        self.position = position
+        self.position = self.done = position
         if position > self.reached:
             self.reached = position
         self.settled = (self.cached, self.reached)
@@ -194,18 +211,21 @@ class Request:
         self.gives_back()
         self.begins_at(position)
 
-    def computes_to(self, end: int) -> None:
-        """It has computed its tokens up to `end`."""
-        reached, position, prompt = self.reached, self.position, self.prompt
-        if position < reached:
-            self.recomputed += (end if end < reached else reached) - position
+    def computes(self, start: int, end: int) -> None:
+        """It has computed its tokens [start, end)."""
+        reached, prompt = self.reached, self.prompt
+        if start < reached:
+            self.recomputed += (end if end < reached else reached) - start
         if end > reached:
-            begin = position if position > reached else reached
+            begin = start if start > reached else reached
             if begin < prompt:
                 self.computed += (end if end < prompt else prompt) - begin
             self.reached = end
-        self.position = end
+            self.overtaken = 0
+        self.done = end
         self.settled = (self.cached, self.reached)
+        if end > self.failed_at:
+            self.tries, self.failed_at = 0, -1
 
 
 def _check_numbers(spec: RequestSpec) -> None:
@@ -231,7 +251,7 @@ def _check_eos(eos: object) -> None:
         whole_number("a token of eos", token, 0, _MOST)
 
 
-def checked(spec: RequestSpec, cache: HybridPrefixCache) -> bytes:
+def checked(spec: RequestSpec, cache: HybridPrefixCache, max_columns: int) -> bytes:
     """The tokens of a spec that is right in itself, as bytes of int32; else Refused, with the reason."""
     if not isinstance(spec, RequestSpec):
         raise Refused("", f"a RequestSpec is wanted, got {spec!r:.60}")
@@ -250,6 +270,9 @@ def checked(spec: RequestSpec, cache: HybridPrefixCache) -> bytes:
     if length + spec.max_tokens > _MOST:
         raise Refused(spec.id, f"prompt and max_tokens must stay below 2**31, got {length} + {spec.max_tokens}")
     why = cache.too_long(length + spec.max_tokens - 1)
+    pages = -(-(length + spec.max_tokens - 1) // cache.page_size)
+    if max_columns and pages > max_columns:
+        why = f"that takes {pages} pages, and tables are {max_columns} wide (max_columns)"
     if why:
         raise Refused(spec.id, f"it can never fit: {length} prompt + {spec.max_tokens} new tokens: {why}")
     return tokens

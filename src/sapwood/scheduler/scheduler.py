@@ -61,7 +61,7 @@ class Scheduler:
         taken: dict[str, bytes] = {}
         specs = list(specs)
         for spec in specs:
-            tokens = checked(spec, book.cache)
+            tokens = checked(spec, book.cache, self.config.max_columns)
             if spec.id in taken or spec.id in book.requests:
                 raise Refused(spec.id, "a request with this id is live; an id can be used again after its Ended")
             taken[spec.id] = tokens
@@ -75,17 +75,17 @@ class Scheduler:
         book.counts["submitted"] += len(specs)
 
     def next_plan(self) -> Plan:
-        """What to do next. Empty while a plan runs, and when there is nothing to do."""
+        """What to do next. Empty while as many plans are in flight as may be, and when there is nothing to do."""
         book = self._book
-        if book.prefetch.fresh and book.flight is None:
-            book.prefetch.look()
-        if book.prefetch.claims.changed and book.flight is None:
-            book.prefetch.claims.look_again()
-        if book.prefetch.owed and book.flight is None:
-            book.prefetch.offer_again()
-        if book.flight is not None:
+        if len(book.flights) > self.config.overlap:
             plan = Plan()
         else:
+            if book.prefetch.fresh:
+                book.prefetch.look()
+            if book.prefetch.claims.changed:
+                book.prefetch.claims.look_again()
+            if book.prefetch.owed:
+                book.prefetch.offer_again()
             if self._on_eviction:
                 book.transfers.save_cold()
             plan = self._planner.plan() if book.requests else self._planner.transfers_only()
@@ -136,7 +136,7 @@ class Scheduler:
         request = self._book.requests.get(event.id)
         if request is None:
             return
-        if request.row < 0 and not request.generated:
+        if not self._book.generated(request):
             raise ProtocolError(
                 f"Finish cannot happen to request {request.id!r:.80} while it is {request.phase}: "
                 "it has yielded no token yet"
