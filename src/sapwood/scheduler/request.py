@@ -178,8 +178,9 @@ class Request:
 
     @property
     def decodes(self) -> bool:
-        """Whether all but its newest token is computed, while it is not one of the decode rows."""
-        return len(self.tokens) == 4 * self.position + 4 and len(self.tokens) > 4 * self.prompt
+        """Whether it holds memory, is not one of the decode rows, and has all but its newest token computed."""
+        known = len(self.tokens)
+        return self.phase is PREFILLING and known == 4 * self.position + 4 and known > 4 * self.prompt
 
     @property
     def prefills(self) -> bool:

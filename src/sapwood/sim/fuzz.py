@@ -2,6 +2,8 @@
 
     arrive -> disturb -> plan -> disturb, arrive (in flight) -> done or fail -> check
 
+Even seeds have one plan in flight at a time, odd ones two (`overlap`).
+
 Contents are checked by the executor, invariants by `cache.check()`, and beside them stands a naive memory: a set of
 every prefix that was computed in each namespace since it was last evicted (with a store: ever, by anybody).
 """
@@ -11,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import random
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -104,6 +106,18 @@ class _Request:
     final: tuple[int, int] | None = None  # tokens and work it had when it was ended, if a step was done just after
 
 
+class _Row(NamedTuple):
+    request: _Request
+    start: int
+    length: int
+
+
+@dataclass
+class _Flight:
+    rows: list[_Row]
+    doomed: bool = False
+
+
 def fuzz(seed: int, steps: int, layout: str) -> Report:
     """Attack a scheduler for `steps` rounds, then let everything come to its end. Everything follows from the seed."""
     if layout in LAYOUTS and LAYOUTS[layout].pair:
@@ -138,7 +152,7 @@ class Fuzz:
             raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
         self.seed, self.layout = seed, layout
         rng = self.random = random.Random(f"{layout} {seed}" + (" again" if other else ""))
-        self.config = LAYOUTS[layout].config(rng)
+        self.config = replace(LAYOUTS[layout].config(rng), overlap=seed % 2)
         self.scheduler = Scheduler(self.config)
         self.cache = self.scheduler.cache
         self.depot = other.depot if other else Depot()
@@ -168,6 +182,7 @@ class Fuzz:
             self.unloads = rng.choice([0.03, 0.06])  # after it the store has what nobody else has
             self.arriving = max(self.arriving, 0.2)
             self.traffic.repeats()
+        self.ahead = rng.choice([0.5, 0.9, 1.0])  # how often a plan is made before the one in flight is done
         self.hung: set[int] = set()  # operations that do not come back for now
         self.up = True  # the store, as the scheduler was told
         self.peace = False  # everything has ended, and no fault is left
@@ -175,9 +190,8 @@ class Fuzz:
         self.live: dict[str, _Request] = {}
         self.epochs: dict[Namespace, int] = {}
         self.memory: dict[Namespace, set[int]] = {}  # digests of every prefix computed in this epoch
-        self.promised: dict[Namespace, set[int]] = {}  # by the plan in flight
         self.stored: dict[Namespace, set[int]] = other.stored if other else {}  # ... that a store may have
-        self.flying = False  # a plan is out
+        self.flying: list[_Flight] = []  # plans with rows that are out, oldest first
         self.digest = hashlib.sha256()
         self.counts = dict.fromkeys(
             (
@@ -230,7 +244,7 @@ class Fuzz:
         self.disturb()
         self.move(self.arriving)
         plan = self.plan()
-        if plan.empty:
+        if plan.empty and not self.flying:
             patient = plan.wake_in and self.scheduler.stats()["fetching"]
             waits = self.executor.moving.keys() - self.hung or plan.ended or patient
             assert not self.live or waits, f"nothing to run and nothing in flight, while {sorted(self.live)} live"
@@ -238,22 +252,24 @@ class Fuzz:
             if plan.wake_in and self.random.random() < 0.5:
                 self.advance([Tick(plan.wake_in)])
             return
-        rows = [self.live[id] for id in plan.batch.ids]
-        self.executor.begin(plan)
-        self.hang(plan)
-        self.counts["steps"] += 1
-        if not rows:
-            self.flying = False
-            return
+        if not plan.empty:
+            self.executor.begin(plan)
+            self.hang(plan)
+            self.counts["steps"] += 1
+            if not plan.batch.ids:
+                return
         self.move(self.arriving / 2)
         if self.random.random() < 0.3:
             self.disturb()
         if self.random.random() < 0.2:
             self.arrive()
-        if self.random.random() < 0.1:
+        if len(self.flying) <= self.config.overlap:
+            if not plan.empty and self.random.random() < self.ahead:
+                return
+        elif self.random.random() < 0.1:
             again = self.scheduler.next_plan()
-            assert again.empty and not again.ended, "a plan beside the one in flight"
-        self.finish(rows)
+            assert again.empty and not again.ended, "a plan more than may be in flight"
+        self.finish()
 
     def move(self, chance: float) -> None:
         """Some transfers arrive, in any order; some of them have failed."""
@@ -293,7 +309,7 @@ class Fuzz:
         todo = sum(r.life.prompt + r.spec.max_tokens for r in self.live.values())
         most = 200 + 20 * todo + 100 * len(self.live)
         rounds = 0
-        while self.live:
+        while self.live or self.flying:
             rounds += 1
             assert rounds <= most, f"{len(self.live)} requests do not come to an end in {most} rounds of peace"
             self.round()
@@ -309,7 +325,6 @@ class Fuzz:
             if not plan.empty:  # what was left to save and to back up
                 assert not plan.batch.ids, "rows of nobody"
                 self.executor.begin(plan)
-                self.flying = False
             elif not self.executor.moving and plan.wake_in is None:
                 break
             self.move(1.0)
@@ -425,12 +440,11 @@ class Fuzz:
         for namespace in gone:
             self.epochs[namespace] = self.epochs.get(namespace, 0) + 1
             self.memory.pop(namespace, None)
-            self.promised.pop(namespace, None)
         self.check()
 
     def mistake(self) -> None:
         """Events that cannot happen raise, and change nothing."""
-        step = (self.executor.step or 0) + self.random.choice([-1, 1, 7])
+        step = (self.executor.step or 0) + self.random.choice([1, 7] if len(self.flying) > 1 else [-1, 1, 7])
         op = max([0, *self.executor.moving]) + self.random.choice([100, 10_000])
         wrong: list[Event] = [StepDone(step, {}), StepFailed(step, "mistake"), LoadDone(op, True)]
         if self.config.store:
@@ -463,24 +477,28 @@ class Fuzz:
     def plan(self) -> Any:
         plan = self.scheduler.next_plan()
         self.write_down(plan)
-        self.flying = not plan.empty
         if plan.empty:
             assert not (plan.copies or plan.loads or plan.saves or plan.lookups or plan.fetches or plan.backups), (
                 "an empty plan with something to do"
             )
         else:
-            for row, id in enumerate(plan.batch.ids):
+            rows = []
+            for id, start, length in zip(plan.batch.ids, plan.batch.starts, plan.batch.lengths, strict=True):
                 assert id in self.live, f"step {plan.step} has a row of {id}, which is not live"
-                self.promise(self.live[id], int(plan.batch.starts[row]), int(plan.batch.lengths[row]))
-            for row, id in enumerate(plan.batch.ids):
-                self.believe(self.live[id], int(plan.batch.starts[row]))
+                rows.append(_Row(self.live[id], int(start), int(length)))
+            if rows:
+                self.flying.append(_Flight(rows))
+            for row in rows:
+                self.believe(row.request, row.start)
         self.close(plan.ended)
         self.check()
         return plan
 
-    def finish(self, rows: list[_Request]) -> None:
-        """The plan in flight is done, or it fails. Some events come with its own, before it or after it."""
+    def finish(self) -> None:
+        """The oldest plan in flight is done, or it fails. Some events come with its own, before it or after it."""
         rng = self.random
+        flight = self.flying[0]
+        rows = [row.request for row in flight.rows]
         before: list[Event] = []
         after: list[Event] = []
         if rng.random() < self.trouble / 2:
@@ -490,9 +508,16 @@ class Fuzz:
                     life = self.live[event.id].life
                     self.live[event.id].final = (len(life.generated), life.work)
         poisoned = any(row.poisonous for row in rows)
-        if poisoned or rng.random() < self.failing:
+        if flight.doomed:  # a step before it has failed: it counts for nothing, whatever it says
+            told = self.executor.fail("too late") if rng.random() < 0.5 else self.executor.done()
+        elif poisoned or rng.random() < self.failing:
             told = self.executor.fail("poison" if poisoned else "bad luck")
+            if rng.random() < 0.3:
+                named = [row.spec.id for row in rows if (row.poisonous if poisoned else rng.random() < 0.5)]
+                told = [replace(told[0], culprits=(*named, "nobody"))]
             self.counts["failed_steps"] += 1
+            for later in self.flying:
+                later.doomed = True
             for row in rows:
                 row.failed += 1
                 row.alone = len(rows) == 1
@@ -500,12 +525,12 @@ class Fuzz:
                 assert not row.poisonous or row.failed <= most, f"{row.spec.id} has failed {row.failed} times"
         else:
             told = self.executor.done()
-            for namespace, digests in self.promised.items():
+            for one in flight.rows:
+                namespace, digests = one.request.spec.namespace, self.promises(one)
                 self.memory.setdefault(namespace, set()).update(digests)
                 if self.config.store:
                     self.stored.setdefault(namespace, set()).update(digests)
-        self.promised = {}
-        self.flying = False
+        del self.flying[0]
         if rng.random() < self.trouble / 2:
             after = self.interruptions()
         self.advance([*before, *told, *after])
@@ -566,18 +591,20 @@ class Fuzz:
 
     # ---- the naive memory
 
-    def promise(self, request: _Request, start: int, length: int) -> None:
-        """What the plan in flight computes may be read by its own rows, and by others once it is done."""
-        space = request.spec.namespace
-        if request.spec.writes_cache and request.epoch == self.epochs.get(space, 0):
-            digests = self.digests(request)[start : start + length]
-            self.promised.setdefault(space, set()).update(digests.tolist())
+    def promises(self, row: _Row) -> list[int]:
+        """What a row in flight computes may be read by rows of its own and of later plans, and by others once it is
+        done. Of tokens that are not known yet nothing can be read."""
+        request = row.request
+        if request.spec.writes_cache and request.epoch == self.epochs.get(request.spec.namespace, 0):
+            digests: list[int] = self.digests(request)[row.start : row.start + row.length].tolist()
+            return digests
+        return []
 
     def believe(self, request: _Request, start: int) -> None:
         """A row that begins beyond what its request has computed found the rest in the cache; somebody of its namespace
         must have computed it, since the namespace was last evicted."""
         life, space = request.life, request.spec.namespace
-        if start <= max(life.real, request.held):
+        if start <= max(life.end if life.flying else life.real, request.held):
             return
         assert request.spec.reads_cache, f"{request.spec.id}: starts at {start}, and reads nothing from the cache"
         assert request.epoch == self.epochs.get(space, 0), f"{request.spec.id}: adopts in a namespace that was evicted"
@@ -589,8 +616,9 @@ class Fuzz:
 
     def remembered(self, space: Namespace, digests: Digests) -> int:
         """How many tokens from the start somebody has computed, or the plan in flight will have."""
-        memory, promised = self.memory.get(space, ()), self.promised.get(space, ())
-        stored = self.stored.get(space, ())
+        memory, stored = self.memory.get(space, ()), self.stored.get(space, ())
+        rows = [row for flight in self.flying if not flight.doomed for row in flight.rows]
+        promised = {value for row in rows if row.request.spec.namespace == space for value in self.promises(row)}
         known = [
             at
             for at, value in enumerate(digests.tolist(), 1)
