@@ -106,6 +106,7 @@ class _Check:
         tree, at = self.tree, self._at(node)
         self.below.append(node)
         assert node.n > 0 and len(node.edge) == node.n * tree.page_bytes, f"{at}: edge of a wrong length"
+        assert bytes(node.edge[3::4]).isascii(), f"{at}: a negative token, which nobody can have known"
         if tree.closed:
             assert node.device.count in (0, node.n), f"{at}: {node.device.count} of {node.n} pages on the device"
             if node.host is not None and not node.device.count:

@@ -173,6 +173,8 @@ class Planner:
             self._begin(0)
             self.gate = Gate(self.config.max_loras, ())  # those who are tried apart do not join the decodes
             chunks: list[Chunk] = []
+            if not self.config.mixed:
+                group = [request for request in group if request.decodes == group[0].decodes]
             for request in group:
                 self._take_part(request, chunks)
             if chunks or not self.pressure.break_deadlock():
