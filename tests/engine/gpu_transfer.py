@@ -91,7 +91,7 @@ def every_byte_comes(way: str) -> None:
     world = World(way, {"full": SMALL, "window": QWEN, "state": TINY}, pages=40, host_pages=60)
     device = {g: rows.cpu() for g, rows in world.device.rows.items()}
     host = {g: rows.clone() for g, rows in world.host.items()}
-    for _ in range(20):
+    for _ in range(6):
         for kind in ("save", "load"):
             pages = {}
             for group in device:

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 # From this many bytes a run on average, copying run by run is faster than gathering all and scattering it again.
 LONG_RUN = 4096
 _REASONS = 256  # how many reasons are remembered
+_ONE = np.ones(1, np.int32)
 
 
 class Part(NamedTuple):
@@ -259,6 +260,8 @@ def told(error: BaseException) -> str:
 def runs(sources: Ids, targets: Ids) -> tuple[Ids, Ids, Ids]:
     """The runs in which both ids count up by one, each of them one piece on both sides: where it begins on either, and
     how many pages it has."""
-    ends = (sources[1:] - sources[:-1] != 1) | (targets[1:] - targets[:-1] != 1)
-    begins = np.flatnonzero(np.concatenate(([True], ends)))
+    if len(sources) == 1:
+        return sources, targets, _ONE
+    ends = np.flatnonzero((sources[1:] - sources[:-1] != 1) | (targets[1:] - targets[:-1] != 1)) + 1
+    begins = np.concatenate(([0], ends))
     return sources[begins], targets[begins], np.diff(begins, append=len(sources))

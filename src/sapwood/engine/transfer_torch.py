@@ -166,9 +166,8 @@ class TorchMover(Mover):
         entries: list[Any] = []
         for part in parts:
             there, here = self._ends(kind, part.group)
-            nbytes = there.shape[1]
-            columns = (ids.astype(np.int64) * nbytes for ids in runs(part.sources, part.targets))
-            sources, targets, sizes = columns
+            pieces = (pages.astype(np.int64) * there.shape[1] for pages in runs(part.sources, part.targets))
+            sources, targets, sizes = pieces
             entries.append((targets + here.data_ptr(), sources + there.data_ptr(), sizes))
         targets, sources, sizes = (np.concatenate(column) for column in zip(*entries, strict=True))
         error = self._batch(
