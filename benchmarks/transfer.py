@@ -87,13 +87,6 @@ def on_numpy(quick: bool) -> Iterator[Figure]:
         one = bench.scattered(1)
         taken = alternate(5 if quick else 25, it=calls(200, lambda kind=kind, one=one: bench.move(kind, one)))
         yield Figure(f"{kind} 1 page of 64 KiB, acknowledged", taken["it"].us, SCALED, 25)
-    del bench, device
-
-    # The same bytes as an engine keeps them: 4 layers' K and V, 8 KiB each.
-    layers = aligned((8 * (PAGES + 1), PAGE_BYTES // 8)).reshape(4, 2, PAGES + 1, -1)
-    layers[:] = 1
-    bench = Bench(open_mover(DeviceArena({"full": np.moveaxis(layers, 2, 0)}), host))
-    yield from against_memcpy(bench, " over 4 layers", layers.reshape(PAGES + 1, -1), host, quick, bar=None)
 
 
 def against_memcpy(
@@ -135,13 +128,13 @@ def on_torch(quick: bool) -> Iterator[Figure]:
         torch.set_num_threads(threads)
         return
 
-    # CUDA: pages as an engine keeps them, 64 KiB and the 2 MiB of an 8B model, over the link.
+    # CUDA: pages of 64 KiB and the 2 MiB of an 8B model, over the link.
     for n, page_bytes in ((64, PAGE_BYTES), (1024, PAGE_BYTES), (512, 2048 * KIB)):
         pages = 2048
         groups = arena(pages, page_bytes)
         pinned = PinnedArena(groups)
-        kv = torch.ones((16, 2, pages + 1, page_bytes // 32), dtype=torch.uint8, device="cuda")
-        bench = Bench(TorchMover(TorchArena({"full": kv.movedim(2, 0)}), pinned), pages)
+        kv = torch.ones((pages + 1, page_bytes), dtype=torch.uint8, device="cuda")
+        bench = Bench(TorchMover(TorchArena({"full": kv}), pinned), pages)
         block = torch.empty(n * page_bytes, dtype=torch.uint8, device="cuda")
         there = torch.from_numpy(pinned.pages["full"]).view(-1)[: n * page_bytes]
 
@@ -174,7 +167,7 @@ def on_torch(quick: bool) -> Iterator[Figure]:
         for kind, yardstick in (("save", "down"), ("load", "up")):
             speed = n * page_bytes / taken[kind].seconds / 1e9
             yield Figure(
-                f"CUDA: {kind} {n} scattered pages of {page_bytes // KIB} KiB, 16 layers",
+                f"CUDA: {kind} {n} scattered pages of {page_bytes // KIB} KiB",
                 1 / taken[kind].over(taken[yardstick]),
                 "of memcpy",
                 0.6 if n > 64 else None,  # 4 MiB pass the link in less time than Python takes to say so

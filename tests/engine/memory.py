@@ -11,24 +11,27 @@ import numpy.typing as npt
 import pytest
 
 from sapwood.cache import CacheGroup
-from sapwood.engine import DeviceArena, HostArena, Mover, NumpyMover
+from sapwood.engine import DeviceArena, HostArena, Mover, NumpyMover, PageLayout, PagePart
 
 Bytes = npt.NDArray[np.uint8]
 TORCH = importlib.util.find_spec("torch") is not None
 
-# What an engine may keep: for each group a family and arrays (shape, dtype, page axis). "b2" is bfloat16 where there is
-# one. `n` stands for pages + 1.
-Layout = dict[str, tuple[str, list[tuple[tuple[Any, ...], str, int]]]]
-LAYOUTS: dict[str, Layout] = {
-    "rows": {"full": ("full", [(("n", 4096), "u1", 0)])},
-    "layers": {"full": ("full", [((3, 2, "n", 4, 2, 16), "f2", 2)])},
-    "tensor a layer": {"full": ("full", [((2, "n", 4, 24), "b2", 1)] * 3)},
+# What an engine may keep: for each group a family, and either the parts (layer, name, shape, dtype) of a PageLayout or
+# one part without a layer: an array that the engine made itself. "b2" is bfloat16 where there is one.
+Part = tuple[int | None, str, tuple[int, ...], str]
+LAYOUTS: dict[str, dict[str, tuple[str, list[Part]]]] = {
+    "rows": {"full": ("full", [(None, "", (4096,), "u1")])},
+    "layers": {"full": ("full", [(i, kv, (4, 2, 16), "f2") for i in range(3) for kv in "kv"])},
+    "own": {"full": ("full", [(None, "", (3, 2, 4, 24), "b2")])},
     "hybrid": {
-        "full": ("full", [((2, 2, "n", 4, 2, 8), "b2", 2)]),
-        "window": ("window", [(("n", 333), "u1", 0)]),
-        "state": ("state", [((2, "n", 12, 4), "b2", 1), ((2, "n", 3, 5, 4), "f4", 1)]),
+        "full": ("full", [(i, kv, (4, 2, 8), "b2") for i in range(2) for kv in "kv"]),
+        "window": ("window", [(None, "", (333,), "u1")]),
+        "state": (
+            "state",
+            [(i, *part) for i in range(2) for part in (("conv", (11, 3), "b2"), ("ssm", (3, 5, 4), "f4"))],
+        ),
     },
-    "large": {"full": ("full", [(("n", 65536), "u1", 0)]), "more": ("full", [((4, "n", 16384), "u1", 1)])},
+    "large": {"full": ("full", [(None, "", (65536,), "u1")]), "more": ("full", [(0, "latent", (128, 256), "b2")])},
 }
 
 
@@ -37,14 +40,14 @@ class Backend(NamedTuple):
 
     name: str
     device: str  # "" for numpy
-    open: Callable[[Mapping[str, list[Any]], Sequence[CacheGroup]], Mover]
+    open: Callable[[Mapping[str, Any], Sequence[CacheGroup]], Mover]
 
 
-def numpy_mover(memory: Mapping[str, list[Any]], groups: Sequence[CacheGroup]) -> Mover:
+def numpy_mover(memory: Mapping[str, Any], groups: Sequence[CacheGroup]) -> Mover:
     return NumpyMover(DeviceArena(memory), HostArena(groups))
 
 
-def numpy_on_tensors(memory: Mapping[str, list[Any]], groups: Sequence[CacheGroup]) -> Mover:
+def numpy_on_tensors(memory: Mapping[str, Any], groups: Sequence[CacheGroup]) -> Mover:
     from sapwood.engine import open_mover
     from sapwood.engine.transfer_torch import TorchArena
 
@@ -53,7 +56,7 @@ def numpy_on_tensors(memory: Mapping[str, list[Any]], groups: Sequence[CacheGrou
     return mover
 
 
-def torch_mover(memory: Mapping[str, list[Any]], groups: Sequence[CacheGroup]) -> Mover:
+def torch_mover(memory: Mapping[str, Any], groups: Sequence[CacheGroup]) -> Mover:
     from sapwood.engine.transfer_torch import PinnedArena, TorchArena, TorchMover
 
     arena = TorchArena(memory)
@@ -87,10 +90,8 @@ class World:
     def __init__(self, backend: Backend, layout: str, pages: int = 24, host_pages: int = 40, seed: int = 0) -> None:
         self.backend = backend
         self.random = np.random.default_rng(seed)
-        self.memory = {
-            name: [np_or_torch(backend, shape, dtype, axis, pages + 1) for shape, dtype, axis in arrays]
-            for name, (_, arrays) in LAYOUTS[layout].items()
-        }
+        self.layouts: dict[str, PageLayout] = {}
+        self.memory = {name: self._make(name, parts, pages + 1) for name, (_, parts) in LAYOUTS[layout].items()}
         self.groups = [
             CacheGroup(name, family, pages, host_pages, 16 if family == "window" else None, self.device(name).shape[1])
             for name, (family, _) in LAYOUTS[layout].items()
@@ -105,15 +106,34 @@ class World:
     def bytes(self, shape: Sequence[int]) -> Bytes:
         return np.frombuffer(self.random.bytes(int(np.prod(shape))), np.uint8).reshape(shape)
 
+    def _make(self, name: str, parts: list[Part], rows: int) -> Any:
+        """A group's memory in the backend's hands."""
+        typed = [PagePart(layer or 0, part, shape, self._dtype(dtype)) for layer, part, shape, dtype in parts]
+        shape, dtype = typed[0].shape, typed[0].dtype
+        if parts[0][0] is not None:
+            self.layouts[name] = PageLayout(typed)
+            shape, dtype = (self.layouts[name].page_bytes,), self._dtype("u1")
+        if not self.backend.device:
+            return np.empty((rows, *shape), dtype)
+        import torch
+
+        return torch.empty((rows, *shape), dtype=dtype, device=self.backend.device)
+
+    def _dtype(self, dtype: str) -> Any:
+        if not self.backend.device:
+            return np.dtype({"b2": "u2"}.get(dtype, dtype))
+        import torch
+
+        return {"u1": torch.uint8, "f2": torch.float16, "b2": torch.bfloat16, "f4": torch.float32}[dtype]
+
     def scramble(self) -> None:
         """Write random bytes into every page of the device."""
-        for arrays in self.memory.values():
-            for array in arrays:
-                write(array, self.random)
+        for array in self.memory.values():
+            write(array, self.random)
 
     def device(self, group: str) -> Bytes:
         """What the device holds now: [pages + 1, page_bytes], read page by page."""
-        return np.stack([np.concatenate(page) for page in zip(*map(read, self.memory[group]), strict=True)])
+        return np.stack(read(self.memory[group]))
 
     def ids(self, n: int, limit: int) -> npt.NDArray[np.int32]:
         return (self.random.permutation(limit)[:n] + 1).astype(np.int32)
@@ -125,17 +145,6 @@ class World:
 
     def done(self, kind: Any, pages: Mapping[str, Any]) -> bool:
         return self.mover.wait(self.start(kind, pages))
-
-
-def np_or_torch(backend: Backend, shape: Sequence[Any], dtype: str, axis: int, rows: int) -> Any:
-    """An array of this shape in the backend's memory, seen with the page axis first."""
-    sizes = [rows if n == "n" else n for n in shape]
-    if not backend.device:
-        return np.moveaxis(np.empty(sizes, {"b2": "u2"}.get(dtype, dtype)), axis, 0)
-    import torch
-
-    kinds = {"u1": torch.uint8, "f2": torch.float16, "b2": torch.bfloat16, "f4": torch.float32}
-    return torch.empty(sizes, dtype=kinds[dtype], device=backend.device).movedim(axis, 0)
 
 
 def write(array: Any, random: np.random.Generator) -> None:

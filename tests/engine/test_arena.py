@@ -1,4 +1,4 @@
-"""Where bytes lie: host arenas of a set size, and device memory of any layout seen page by page."""
+"""Where bytes lie: pages of parts, host arenas of a set size, and device memory of which a page is one piece."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sapwood.cache import CacheGroup
-from sapwood.engine import DeviceArena, HostArena, NumpyMover, open_mover, with_host_bytes
+from sapwood.engine import DeviceArena, HostArena, NumpyMover, PageLayout, PagePart, open_mover, with_host_bytes
 from sapwood.engine.arena import ALIGNMENT, available_bytes
 
 from .memory import need
@@ -137,48 +137,25 @@ def test_too_few_bytes_are_refused_with_how_many_it_takes():
 # ---- device
 
 
-def page_of(arena, name, i):
-    return b"".join(np.ascontiguousarray(block.rows[i]).tobytes() for block in arena.blocks[name])
+def test_memory_is_seen_page_by_page():
+    """Arrays of any shape and dtype: page i is the bytes of array[i], and nothing is copied.
 
-
-def test_any_view_is_seen_page_by_page():
-    """Random shapes, axis orders, steps and dtypes: page i is the bytes of array[i], and nothing is copied.
-
-    Mutation: axes that do not step evenly are folded into one; only the last axis is looked at for contiguity.
+    Mutation: the arena keeps a copy of what is not bytes.
     """
     random = np.random.default_rng(5)
-    several = 0
-    for _ in range(300):
-        axes = int(random.integers(2, 6))
-        whole = np.empty(random.integers(2, 5, axes), random.choice(["u1", "f2", "f4", "f8"]))
-        whole.view(np.uint8)[...] = np.frombuffer(random.bytes(whole.nbytes), np.uint8).reshape(*whole.shape[:-1], -1)
-        view = whole.transpose(random.permutation(axes))
-        cuts = [slice(None, None, int(random.choice([1, 1, 1, 2]))) if n > 2 else slice(None) for n in view.shape]
-        view = view[tuple(cuts)]
-        arena = DeviceArena({"g": view})
-        several += len(arena.blocks["g"]) > 1
-        assert arena.pages["g"] == len(view) - 1
-        for i in range(len(view)):
-            assert page_of(arena, "g", i) == np.ascontiguousarray(view[i]).tobytes()
-        assert all(np.shares_memory(block.rows, whole) for block in arena.blocks["g"])
-    assert several, "some axes cannot be folded"
-
-
-def test_an_engines_layout_is_one_block():
-    """[layers, 2, pages + 1, tokens, heads, dim] with the page axis first needs one gather, not one a layer.
-
-    Mutation: every axis before the contiguous end makes blocks of its own.
-    """
-    kv = np.zeros((6, 2, 9, 16, 2, 8), np.float16)
-    arena = DeviceArena({"full": np.moveaxis(kv, 2, 0)})
-    assert [block.rows.shape for block in arena.blocks["full"]] == [(9, 12, 512)]
-    assert arena.page_bytes["full"] == 6 * 2 * 16 * 2 * 8 * 2
+    for _ in range(100):
+        shape = random.integers(2, 5, int(random.integers(2, 6)))
+        array = random.integers(0, 200, shape).astype(random.choice(["u1", "f2", "f4", "f8"]))
+        arena = DeviceArena({"g": array})
+        assert arena.pages["g"] == len(array) - 1 and arena.page_bytes["g"] == array[0].nbytes
+        assert [page.tobytes() for page in arena.rows["g"]] == [page.tobytes() for page in array]
+        assert np.shares_memory(arena.rows["g"], array)
 
 
 def test_tensors_are_seen_like_arrays():
-    """The same random views with torch, of dtypes that numpy has not.
+    """The same with torch, of a dtype that numpy has not, beginning anywhere in its storage.
 
-    Mutation: a tensor's storage offset is forgotten.
+    Mutation: the bytes are taken from the storage's beginning.
     """
     need("torch")
     import torch
@@ -187,38 +164,99 @@ def test_tensors_are_seen_like_arrays():
 
     random = np.random.default_rng(6)
     for _ in range(100):
-        axes = int(random.integers(2, 6))
-        whole = torch.randn(tuple(random.integers(2, 5, axes).tolist())).to(torch.bfloat16)
-        view = whole.permute(tuple(random.permutation(axes).tolist()))
-        if view.shape[-1] > 2:
-            view = view[..., 1:]
-        arena = TorchArena({"g": view})
-        for i in range(len(view)):
-            expected = view[i].contiguous().view(torch.uint8).numpy().tobytes()
-            assert page_of(arena, "g", i) == page_of(arena.as_numpy(), "g", i) == expected
-        assert all(
-            block.rows.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for block in arena.blocks["g"]
-        )
+        whole = torch.randn(tuple(random.integers(3, 6, int(random.integers(2, 6))).tolist())).to(torch.bfloat16)
+        tensor = whole[1:]
+        arena = TorchArena({"g": tensor})
+        expected = [page.view(torch.uint8).numpy().tobytes() for page in tensor.view(len(tensor), -1)]
+        assert [page.numpy().tobytes() for page in arena.rows["g"]] == expected
+        assert [page.tobytes() for page in arena.as_numpy().rows["g"]] == expected
+        assert arena.rows["g"].data_ptr() == tensor.data_ptr() and arena.page_bytes["g"] == len(expected[0])
+
+
+def parts_of(random, dtypes):
+    return [
+        PagePart(layer, name, tuple(random.integers(1, 6, int(random.integers(1, 4))).tolist()), random.choice(dtypes))
+        for layer in range(int(random.integers(1, 5)))
+        for name in "kv"
+    ]
+
+
+@pytest.mark.parametrize("backend", ["numpy", "torch", "cuda"])
+def test_a_layer_sees_its_part_of_every_page(backend):
+    """Random parts of mixed dtypes: what is written through the view of a part lies in every page's row where the
+    layout says, one part after the other as they were given, begins at a multiple of 128 bytes, and is in no other
+    part's place; the null page has its own.
+
+    Mutation: an offset counts elements, not bytes; padding is forgotten; a view begins at page 1.
+    """
+    need(backend)
+    random = np.random.default_rng(7)
+    dtypes, where, kind = ["u1", "f2", "f4", "f8"], {}, DeviceArena
+    if backend != "numpy":
+        import torch
+
+        from sapwood.engine.transfer_torch import TorchArena
+
+        dtypes = [torch.uint8, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64]
+        where, kind = {"device": {"torch": "cpu", "cuda": "cuda"}[backend]}, TorchArena
+    for _ in range(50):
+        layout = PageLayout(parts_of(random, dtypes))
+        sizes = [part.nbytes for part in layout.parts]
+        offsets = [layout.offsets[part.layer, part.name] for part in layout.parts]
+        assert offsets == [sum(-(-size // 128) * 128 for size in sizes[:i]) for i in range(len(sizes))]
+        assert layout.page_bytes == offsets[-1] + -(-sizes[-1] // 128) * 128
+        arena = kind.allocate([group("g", device=3, page_bytes=layout.page_bytes)], {"g": layout}, **where)
+        assert arena.pages["g"] == 3 and not arena.rows["g"].any()
+        expected = np.zeros((4, layout.page_bytes), np.uint8)
+        for number, (part, first) in enumerate(zip(layout.parts, offsets, strict=True)):
+            view = arena.view("g", part.layer, part.name)
+            assert tuple(view.shape) == (4, *part.shape) and view.dtype == part.dtype
+            for page in range(4):
+                expected[page, first : first + part.nbytes] = fresh = random.integers(0, 256, part.nbytes, np.uint8)
+                if backend == "numpy":
+                    view[page] = fresh.view(part.dtype).reshape(part.shape)
+                else:
+                    view[page] = torch.from_numpy(fresh).view(part.dtype).view(part.shape)
+            rows = arena.rows["g"] if backend == "numpy" else arena.rows["g"].cpu().numpy()
+            assert np.array_equal(rows, expected), f"part {number}"
+
+
+def test_a_layout_that_cannot_be_is_refused():
+    """No parts, a part twice, a part without bytes; groups of other sizes, or without a layout.
+
+    Mutation: the later of two parts of one name wins.
+    """
+    part = PagePart(0, "k", (4, 2, 8), np.float16)
+    with pytest.raises(ValueError, match="at least one part"):
+        PageLayout([])
+    with pytest.raises(ValueError, match="layer 0 must have one part 'k', got two"):
+        PageLayout([part, part._replace(shape=(3,))])
+    with pytest.raises(ValueError, match="part 'v' of layer 0 must have at least one byte"):
+        PageLayout([part, PagePart(0, "v", (4, 0, 8), np.float16)])
+    with pytest.raises(ValueError, match=r"layouts must have group 'full', has \['half'\]"):
+        DeviceArena.allocate([group()], {"half": PageLayout([part])})
+    with pytest.raises(ValueError, match="page_bytes of group 'full' must be its layout's 128, got 4096"):
+        DeviceArena.allocate([group()], {"full": PageLayout([part])})
 
 
 @pytest.mark.parametrize(
     ("memory", "message"),
     [
-        ([], "at least one array"),
-        ([np.zeros((5, 8)), np.zeros((6, 8))], r"pages \+ 1 rows each, at least 2, got \[5, 6\]"),
-        (np.zeros((1, 8)), "at least 2"),
-        (np.zeros(8), "must be arrays"),
-        ("pages", "must be arrays"),
+        ([np.zeros((5, 8)), np.zeros((5, 8))], "must be one array"),
+        (np.zeros((1, 8)), "at least 2, got 1"),
+        (np.zeros(8), "must be one array"),
+        ("pages", "must be one array"),
         (np.zeros((5, 0)), "at least one byte"),
         (np.broadcast_to(np.zeros(8), (5, 8)), "writeable"),
-        (np.zeros((5, 8), object), "plain dtypes"),
-        (np.zeros(5, np.dtype("u1,f4"))["f1"].reshape(5, 1), "strides of whole elements"),
+        (np.zeros((5, 8), object), "plain dtype"),
+        (np.moveaxis(np.zeros((2, 5, 8)), 1, 0), "contiguous, page axis first"),
+        (np.zeros((5, 8))[:, :4], "contiguous, page axis first"),
     ],
 )
 def test_memory_that_cannot_be_pages_is_refused(memory, message):
-    """Arrays that do not agree, have no pages, no bytes, or cannot be written.
+    """Arrays in which a page is not one piece, which have no pages, no bytes, or cannot be written.
 
-    Mutation: the first array's number of rows is taken for all.
+    Mutation: an array that is not contiguous is copied, and transfers move the copy.
     """
     with pytest.raises(ValueError, match=message):
         DeviceArena({"full": memory})
@@ -238,7 +276,7 @@ def test_both_sides_must_agree():
 
 
 def test_torch_memory_that_cannot_be_moved_is_refused():
-    """Tensors that are sparse, or on a device we do not know; pinned memory without CUDA.
+    """Tensors that are sparse, not contiguous, or on a device we do not know; pinned memory without CUDA.
 
     Mutation: any device is taken, and the first transfer fails.
     """
@@ -249,10 +287,12 @@ def test_torch_memory_that_cannot_be_moved_is_refused():
 
     with pytest.raises(ValueError, match="CUDA or CPU, got \\['meta'\\]"):
         TorchArena({"full": torch.zeros(5, 8, device="meta")})
-    with pytest.raises(ValueError, match="dense tensors"):
+    with pytest.raises(ValueError, match="one dense tensor"):
         TorchArena({"full": torch.zeros(5, 8).to_sparse()})
-    with pytest.raises(ValueError, match="dense tensors"):
+    with pytest.raises(ValueError, match="one dense tensor"):
         TorchArena({"full": np.zeros((5, 8))})
+    with pytest.raises(ValueError, match="contiguous, page axis first"):
+        TorchArena({"full": torch.zeros(2, 5, 8).movedim(1, 0)})
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="use HostArena"):
             PinnedArena([group()])

@@ -1,9 +1,13 @@
-"""Where the bytes of pages lie: the host tier's arena, and the device's memory as transfers see it. numpy only.
+"""Where the bytes of pages lie: how a page is laid out, the host tier's arena, and the device's memory. numpy only.
 
-    a page of a group       on the device                          on host, and in a store
-                            K of layer 0   [pages + 1, ...]        row i of [pages + 1, page_bytes]:
-    page i                  V of layer 0   [pages + 1, ...]          K0[i] V0[i] K1[i] V1[i] ...
-                            K of layer 1   ...                     one object, one contiguous piece of memory
+A page is one contiguous piece in every tier: a row of [pages + 1, page_bytes], so one copy moves it, and a store keeps
+it as one object. A layer sees its part of every page as a strided view, and nothing is copied for that.
+
+                                 one page of a group: page_bytes
+    row 0     null page    |  K, layer 0  |  V, layer 0  |  K, layer 1  |  V, layer 1  | ...
+    row 1     page 1       |  K, layer 0  |  V, layer 0  |  K, layer 1  |  V, layer 1  | ...
+    row 2     page 2       |  ...                        |              |
+                                                         +--- view(1, "k"): [pages + 1, page_size, heads, dim]
 
 Row 0 is the null page in every tier: it pads and fills holes, and is never moved.
 """
@@ -11,10 +15,11 @@ Row 0 is the null page in every tier: it pads and fills holes, and is never move
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +29,51 @@ from sapwood.store.shared import CAN_SHARE, shared
 
 Bytes = npt.NDArray[np.uint8]
 ALIGNMENT = 4096  # of the first byte of a group: pages of a multiple of it can be read and written with O_DIRECT
+PART_ALIGNMENT = 128  # of the parts of a page and of pages: a cache line of a GPU, and more than any dtype needs
+
+
+class PagePart(NamedTuple):
+    """What a layer keeps in a page under a name: K, V, a latent, or a state. The shape is that of one page ([page_size,
+    heads, dim]; a state has any), the dtype numpy's or torch's, as the memory it is used with."""
+
+    layer: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def nbytes(self) -> int:
+        try:
+            size: int = np.dtype(self.dtype).itemsize
+        except TypeError:  # torch's
+            size = self.dtype.itemsize
+        return math.prod(self.shape) * size
+
+
+class PageLayout:
+    """How a page of a group is laid out: its parts one after the other, in the order given, each at a multiple of
+    PART_ALIGNMENT. `page_bytes` is what its CacheGroup has to say."""
+
+    def __init__(self, parts: Iterable[PagePart]) -> None:
+        self.parts = tuple(parts)
+        self.offsets: dict[tuple[int, str], int] = {}
+        self.page_bytes = 0
+        self._parts: dict[tuple[int, str], PagePart] = {}
+        for part in self.parts:
+            if (place := (part.layer, part.name)) in self.offsets:
+                raise ValueError(f"layer {part.layer} must have one part {part.name!r}, got two")
+            if part.nbytes < 1:
+                raise ValueError(f"part {part.name!r} of layer {part.layer} must have at least one byte, got {part}")
+            self._parts[place] = part
+            self.offsets[place] = self.page_bytes
+            self.page_bytes += -(-part.nbytes // PART_ALIGNMENT) * PART_ALIGNMENT
+        if not self.parts:
+            raise ValueError("a page must have at least one part, got none")
+
+    def view(self, rows: Any, layer: int, name: str) -> Any:
+        """One part in every page, [pages + 1, *shape], of bytes [pages + 1, page_bytes]: an array or a tensor."""
+        part, first = self._parts[layer, name], self.offsets[layer, name]
+        return rows[:, first : first + part.nbytes].view(part.dtype).reshape(len(rows), *part.shape)
 
 
 class HostArena:
@@ -65,87 +115,65 @@ class HostArena:
         self.pages.clear()
 
 
-class Block(NamedTuple):
-    """Some of a group's device memory: `rows` is a view of its bytes [pages + 1, planes, width], width contiguous. Row
-    i is the part of page i that begins at `offset`."""
-
-    rows: Any
-    offset: int
-
-    @property
-    def nbytes(self) -> int:
-        """Of a page."""
-        return int(self.rows.shape[1] * self.rows.shape[2])
-
-
 class DeviceArena:
-    """The device's memory as transfers see it, over numpy arrays that somebody else owns.
+    """The device's memory as transfers see it, in numpy arrays: `rows[group]` is its bytes, [pages + 1, page_bytes].
 
-    `memory[group]` is one array or several, of any dtypes, whose *first* axis is the page: page i of the group is
-    the bytes of `array[i]` of each in turn. An engine that keeps [layers, 2, pages + 1, ...] passes
-    `np.moveaxis(kv, 2, 0)`; one that keeps a tensor a layer passes the list of them. Nothing is copied. State slots
-    are pages like others. Let memory begin at a multiple of 64 bytes, as `aligned` and torch do: some processors copy
-    pages that lie 16 bytes off (numpy's own large arrays do) at a quarter of the speed.
+    `memory[group]` is one contiguous array of any dtype, page axis first, that somebody else owns: nothing is copied.
+    `allocate` makes memory of its own, in which `view` shows a layer its part of every page. State slots are pages like
+    others. Let memory begin at a multiple of 64 bytes, as `allocate` and torch do: some processors copy pages that lie
+    16 bytes off (numpy's own large arrays do) at a quarter of the speed.
     """
 
     def __init__(self, memory: Mapping[str, Any]) -> None:
         self.pages: dict[str, int] = {}  # how many can be given out
         self.page_bytes: dict[str, int] = {}
-        self.blocks: dict[str, list[Block]] = {}
-        for group, given in memory.items():
-            arrays = list(given) if isinstance(given, (list, tuple)) else [given]
-            if not arrays:
-                raise ValueError(f"group {group!r} must have at least one array, got none")
-            counts = {self._rows(group, array) for array in arrays}
-            if len(counts) > 1 or min(counts) < 2:
-                raise ValueError(
-                    f"arrays of group {group!r} must have pages + 1 rows each, at least 2, got {sorted(counts)}"
-                )
-            blocks: list[Block] = []
-            offset = 0
-            for array in arrays:
-                for view in self._views(group, array):
-                    blocks.append(Block(view, offset))
-                    offset += blocks[-1].nbytes
-            if not offset:
+        self.rows: dict[str, Any] = {}
+        self.layouts: dict[str, PageLayout] = {}
+        for group, array in memory.items():
+            self._look(group, array)
+            if len(array) < 2:
+                raise ValueError(f"memory of group {group!r} must have pages + 1 rows, at least 2, got {len(array)}")
+            if not array.nbytes:
                 raise ValueError(f"pages of group {group!r} must have at least one byte, got none")
-            self.pages[group] = counts.pop() - 1
-            self.page_bytes[group] = offset
-            self.blocks[group] = blocks
+            self.rows[group] = self._bytes(array)
+            self.pages[group] = len(array) - 1
+            self.page_bytes[group] = array.nbytes // len(array)
 
-    def _rows(self, group: str, array: Any) -> int:
+    @classmethod
+    def allocate(cls, groups: Iterable[CacheGroup], layouts: Mapping[str, PageLayout], **where: Any) -> Self:
+        """Memory for these groups, all zeros, with pages laid out so. A TorchArena wants to know where: `device=`."""
+        memory = {}
+        for group in groups:
+            if group.name not in layouts:
+                raise ValueError(f"layouts must have group {group.name!r}, has {sorted(layouts)}")
+            if group.page_bytes != (page_bytes := layouts[group.name].page_bytes):
+                raise ValueError(
+                    f"page_bytes of group {group.name!r} must be its layout's {page_bytes}, got {group.page_bytes}"
+                )
+            memory[group.name] = cls._zeros((group.device_pages + 1, page_bytes), **where)
+        arena = cls(memory)
+        arena.layouts = {name: layouts[name] for name in memory}
+        return arena
+
+    def view(self, group: str, layer: int, name: str) -> Any:
+        """A layer's part of every page of a group that was allocated here: [pages + 1, *shape], writeable."""
+        return self.layouts[group].view(self.rows[group], layer, name)
+
+    @staticmethod
+    def _zeros(shape: tuple[int, int]) -> Any:
+        return aligned(shape)
+
+    def _look(self, group: str, array: Any) -> None:
+        """ValueError if this cannot be the memory of a group."""
         if not isinstance(array, np.ndarray) or array.ndim < 2 or array.dtype.hasobject:
-            raise ValueError(f"memory of group {group!r} must be arrays [pages + 1, ...] of plain dtypes")
+            raise ValueError(f"memory of group {group!r} must be one array [pages + 1, ...] of a plain dtype")
         if not array.flags.writeable:
             raise ValueError(f"memory of group {group!r} must be writeable")
-        return int(array.shape[0])
+        if not array.flags.c_contiguous:
+            raise ValueError(f"memory of group {group!r} must be contiguous, page axis first: a page is one piece")
 
-    def _views(self, group: str, array: Any) -> list[Any]:
-        """An array [pages + 1, ...] as views of bytes [pages + 1, planes, width]: one, if its axes allow."""
-        strides = [stride // array.itemsize for stride in array.strides]
-        if any(stride * array.itemsize != given for stride, given in zip(strides, array.strides, strict=True)):
-            raise ValueError(f"memory of group {group!r} must have strides of whole elements")
-        folded = fold(array.shape, strides)
-        if folded is None:
-            return [view for i in range(array.shape[1]) for view in self._views(group, array[:, i])]
-        shape, strides = folded
-        view = np.lib.stride_tricks.as_strided(array, shape, [stride * array.itemsize for stride in strides])
-        return [view.view(np.uint8)]
-
-
-def fold(shape: Sequence[int], strides: Sequence[int]) -> tuple[list[int], list[int]] | None:
-    """[pages, ...] as [pages, planes, width], width contiguous: shape and strides in elements, or None if the axes
-    between cannot be one. What is contiguous at the end is the width; what is before must step evenly."""
-    axes = [(n, stride) for n, stride in zip(shape[1:], strides[1:], strict=True) if n != 1]
-    width = 1
-    while axes and axes[-1][1] == width:
-        width *= axes.pop()[0]
-    planes, step = axes.pop() if axes else (1, width)
-    while axes and axes[-1][1] == step * planes:
-        planes *= axes.pop()[0]
-    if axes:
-        return None
-    return [shape[0], planes, width], [strides[0], step, 1]
+    def _bytes(self, array: Any) -> Any:
+        return array.reshape(len(array), -1).view(np.uint8)
 
 
 def with_host_bytes(groups: Sequence[CacheGroup], nbytes: int) -> tuple[CacheGroup, ...]:
@@ -169,9 +197,9 @@ def _host(shape: tuple[int, int]) -> Bytes:
 
 
 def aligned(shape: tuple[int, int]) -> Bytes:
-    """Memory that is not touched yet and begins at a multiple of ALIGNMENT."""
+    """Zeros that begin at a multiple of ALIGNMENT; memory is taken when it is first written, if there is much of it."""
     nbytes = shape[0] * shape[1]
-    whole = np.empty(nbytes + ALIGNMENT, np.uint8)
+    whole = np.zeros(nbytes + ALIGNMENT, np.uint8)
     first = -whole.ctypes.data % ALIGNMENT
     return whole[first : first + nbytes].reshape(shape)
 

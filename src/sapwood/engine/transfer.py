@@ -3,7 +3,8 @@
 An operation is all or nothing for its caller. Everything that can be wrong with it is looked at before a byte moves,
 and what goes wrong later is reported by `poll` as not ok: the step loop never sees an exception for it.
 
-    start("save", op, plan's pages) ---> check ---> runs of neighbours, or gather and scatter ---> poll: (op, ok), once
+    start("save", op, plan's pages) ---> check ---> a copy a run of neighbours, or gather and scatter small pages
+                                                                                           ---> poll: (op, ok), once
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ Ids = npt.NDArray[np.int32]
 
 log = logging.getLogger(__name__)
 
-# From this many bytes a run on, copying run by run is faster than gathering all and scattering it again.
+# From this many bytes a run on average, copying run by run is faster than gathering all and scattering it again.
 LONG_RUN = 4096
 _REASONS = 256  # how many reasons are remembered
+_ONE = np.ones(1, np.int32)
 
 
 class Part(NamedTuple):
@@ -61,6 +63,9 @@ class Mover(ABC):
                 )
         self.device = device
         self.host = host
+        self._rows: dict[str, tuple[Any, Any]] = {
+            group.name: (device.rows[group.name], host.pages[group.name]) for group in host.groups
+        }
         self._limits = {group.name: (device.pages[group.name], group.host_pages) for group in host.groups}
         self._open: dict[int, tuple[Kind, list[Part]]] = {}  # started, not told of
         self._ended: dict[int, bool] = {}
@@ -138,6 +143,11 @@ class Mover(ABC):
     def _block(self, op: int) -> None:
         """Wait until `op` has ended, and call `_end` for it."""
 
+    def _ends(self, kind: Kind, group: str) -> tuple[Any, Any]:
+        """Where the bytes of a group's pages come from, and where they go: [pages + 1, page_bytes] each."""
+        device, host = self._rows[group]
+        return (device, host) if kind == "save" else (host, device)
+
     def _end(self, op: int, reason: str = "") -> None:
         """The operation has ended: well, if there is no reason why not."""
         if reason:
@@ -202,15 +212,6 @@ class NumpyMover(Mover):
     A thread of its own would gain nothing here: it would wait for the interpreter after every page.
     """
 
-    def __init__(self, device: DeviceArena, host: HostArena) -> None:
-        super().__init__(device, host)
-        self._pairs = {
-            group.name: [
-                _pair(block.rows, self.host.pages[group.name], block.offset) for block in device.blocks[group.name]
-            ]
-            for group in host.groups
-        }
-
     def _begin(self, kind: Kind, op: int, parts: list[Part]) -> None:
         try:
             for part in parts:
@@ -221,16 +222,15 @@ class NumpyMover(Mover):
             self._end(op)
 
     def _move(self, kind: Kind, part: Part) -> None:
-        stretches = long_runs(part.sources, part.targets, self.device.page_bytes[part.group], LONG_RUN)
-        for device, host in self._pairs[part.group]:
-            there, here = (device, host) if kind == "save" else (host, device)
-            if stretches:
-                for source, target, n in stretches:
-                    here[target : target + n] = there[source : source + n]
-                self._counts["copies"] += len(stretches)
-            else:
-                here[part.targets] = there[part.sources]
-                self._counts["copies"] += 1
+        there, here = self._ends(kind, part.group)
+        sources, targets, lengths = runs(part.sources, part.targets)
+        if len(part.sources) * there.shape[1] < LONG_RUN * len(lengths):
+            here[part.targets] = there[part.sources]
+            self._counts["copies"] += 1
+            return
+        for source, target, n in zip(sources.tolist(), targets.tolist(), lengths.tolist(), strict=True):
+            here[target : target + n] = there[source : source + n]
+        self._counts["copies"] += len(lengths)
 
     def _advance(self) -> None:
         pass
@@ -257,24 +257,11 @@ def told(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split()):.500}"
 
 
-def long_runs(sources: Ids, targets: Ids, page_bytes: int, least: int) -> list[tuple[int, int, int]]:
-    """(source, target, how many) of each run in which both ids count up by one, if these have `least` bytes on average;
-    else none."""
-    n = len(sources)
-    if n == 1:
-        return [(int(sources[0]), int(targets[0]), 1)] if page_bytes >= least else []
+def runs(sources: Ids, targets: Ids) -> tuple[Ids, Ids, Ids]:
+    """The runs in which both ids count up by one, each of them one piece on both sides: where it begins on either, and
+    how many pages it has."""
+    if len(sources) == 1:
+        return sources, targets, _ONE
     ends = np.flatnonzero((sources[1:] - sources[:-1] != 1) | (targets[1:] - targets[:-1] != 1)) + 1
-    if n * page_bytes < least * (len(ends) + 1):
-        return []
     begins = np.concatenate(([0], ends))
-    lengths = np.diff(begins, append=n)
-    return list(zip(sources[begins].tolist(), targets[begins].tolist(), lengths.tolist(), strict=True))
-
-
-def _pair(device: Any, host: Any, offset: int) -> tuple[Any, Any]:
-    """The same part of every page on both sides: [pages + 1, bytes], or [pages + 1, planes, width] if in planes."""
-    _, planes, width = device.shape
-    part = host[:, offset : offset + planes * width]
-    if planes == 1:
-        return device[:, 0], part
-    return device, part.reshape(len(host), planes, width)
+    return sources[begins], targets[begins], np.diff(begins, append=len(sources))
