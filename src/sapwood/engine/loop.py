@@ -1,9 +1,15 @@
 """The step loop: scheduler, executor and tiers joined. Whoever serves calls `step` and `rest` in turn, from one thread.
 
     submit, tell,
-    tiers.poll -----> scheduler --plan--> tiers.begin ---> executor.execute ---> tiers.poll
-                          ^                                        |                 |
-                          +---------- advance(events) -------------+-----------------+ ---> Step: tokens, ends
+    tiers.poll -----> scheduler --plan--> tiers.begin ---> executor.begin ... executor.finish ---> tiers.poll
+                          ^                                                         |                  |
+                          +---------- advance(events) ------------------------------+------------------+ ---> Step
+
+With `overlap=1` the next plan is begun before the last one is finished:
+
+    step 1    begin 1
+    step 2    begin 2, finish 1
+    step 3    begin 3, finish 2      ... and where there is no plan to begin, only finish
 
 Transfers are started before the batch, so that they run beside it where they can. That is safe: a save takes pages
 that are real, which no batch writes, and what a load brings is read by later plans only. Copies belong to the executor.
@@ -13,8 +19,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -23,6 +30,7 @@ from sapwood.scheduler import Abort, Ended, Event, Plan, RequestSpec, Scheduler,
 from .tiers import Tiers
 
 log = logging.getLogger(__name__)
+_TOLD = 64  # different errors of which a traceback is logged
 
 
 class Executor(Protocol):
@@ -32,28 +40,66 @@ class Executor(Protocol):
         """One StepDone or StepFailed for a plan with rows, nothing for one without."""
 
 
+class OverlappingExecutor(Protocol):
+    """The same in two halves, so that the next plan is made while this one runs."""
+
+    def begin(self, plan: Plan) -> None:
+        """Start a plan with rows. All that is needed of its tables is taken before this returns."""
+
+    def finish(self, block: bool = True) -> Sequence[Event]:
+        """One StepDone or StepFailed for the oldest plan begun and not finished; with `block=False`, nothing if it is
+        still running."""
+
+
+class Done(NamedTuple):
+    """A plan with rows, and what became of it."""
+
+    plan: Plan
+    event: StepDone | StepFailed
+
+
+class _Flight:
+    """A plan that has begun."""
+
+    __slots__ = ("error", "over", "plan")
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.error: Exception | None = None  # it could not begin; told when it is its turn
+        self.over: set[str] = set()  # rows whose requests have ended since, or whose plan counts as failed
+
+
 class Step(NamedTuple):
-    """What one step did: its plan, what became known, and the requests that are over."""
+    """What one step did: the plan it began, what became known, the requests that are over, and the plans that are
+    done."""
 
     plan: Plan
     events: list[Event]
     ended: list[Ended]
+    done: list[Done]
+    over: list[set[str]]  # for each of `done`: rows that nobody waits for any more
+    in_flight: int
 
     @property
     def idle(self) -> bool:
-        """Nothing was planned and nothing has happened: there is nothing to do until something does."""
-        return self.plan.empty and not self.events and not self.ended
+        """Nothing was planned, nothing runs and nothing has happened: there is nothing to do until something does."""
+        return self.plan.empty and not self.in_flight and not self.events and not self.ended
 
     def tokens(self) -> dict[str, int]:
-        """The tokens that were sampled, by request."""
-        batch = self.plan.batch
-        for event in self.events:
-            if isinstance(event, StepDone):
-                if isinstance(event.tokens, np.ndarray):
-                    sampling = [id for id, samples in zip(batch.ids, batch.samples.tolist(), strict=True) if samples]
-                    return dict(zip(sampling, event.tokens.tolist(), strict=True))
-                return dict(event.tokens)
-        return {}
+        """The tokens that were sampled, by request. Rows whose request had ended before are left out."""
+        tokens: dict[str, int] = {}
+        for (plan, event), over in zip(self.done, self.over, strict=True):
+            if not isinstance(event, StepDone):
+                continue
+            if isinstance(event.tokens, np.ndarray):
+                batch = plan.batch
+                sampling = [id for id, samples in zip(batch.ids, batch.samples.tolist(), strict=True) if samples]
+                tokens.update(zip(sampling, event.tokens.tolist(), strict=True))
+            else:
+                tokens.update(event.tokens)
+            for id in over:
+                tokens.pop(id, None)
+        return tokens
 
 
 class EngineLoop:
@@ -68,15 +114,22 @@ class EngineLoop:
     All of it is called by one thread, but for `wake`.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, tiers: Tiers | None = None) -> None:
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor | OverlappingExecutor, tiers: Tiers | None = None
+    ) -> None:
         if tiers is not None and tiers.scheduler is not scheduler:
             raise ValueError("tiers must be those of this scheduler, got those of another")
         self.scheduler = scheduler
         self.executor = executor
         self.tiers = Tiers(scheduler) if tiers is None else tiers
         self.live: set[str] = set()  # requests that have not ended
+        halves = hasattr(executor, "begin") and hasattr(executor, "finish")
+        self._hands: Any = executor if halves else _AtOnce(executor)
+        self._beside = scheduler.config.overlap if halves else 0  # plans that run on while the next is begun
+        self._flights: deque[_Flight] = deque()
         self._last: Step | None = None
         self._closed = False
+        self._told: set[str] = set()  # errors of which a traceback was logged
 
     def submit(self, specs: Sequence[RequestSpec]) -> None:
         """Take these requests, or none of them (`Refused`)."""
@@ -92,38 +145,74 @@ class EngineLoop:
         return self._over(self.scheduler.advance(events))
 
     def step(self) -> Step:
-        """One plan, carried out, and what has become known. Waits for the executor, and for nothing else.
+        """Begin one plan, and finish the oldest one unless it may run beside the next. Waits for the executor, and for
+        nothing else.
 
         An executor that raises has failed its step: those in it are tried again, apart from each other. Only an
         AssertionError comes out of here: then nothing can be trusted any more."""
         events = self.tiers.poll()  # first the time: what is asked for now waits from now on
-        ended = self.scheduler.advance(events) if events else []
+        ended = self._over(self.scheduler.advance(events)) if events else []
         plan = self.scheduler.next_plan()
-        ended += plan.ended
-        later: list[Event] = []
+        ended += self._over(plan.ended)
+        rows = bool(plan.batch.ids)
         if not plan.empty:
             self.tiers.begin(plan)
-            later += self._execute(plan)
+            self._begin(plan, rows)
+        done: list[Done] = []
+        over: list[set[str]] = []
+        if self._flights and (not rows or len(self._flights) > self._beside):
+            flight = self._flights.popleft()
+            done.append(self._finish(flight))
+            over.append(flight.over)
+        later: list[Event] = [each.event for each in done]
+        if not plan.empty or done:
             later += self.tiers.poll()
         if later:
-            ended += self.scheduler.advance(later)
-        self._last = Step(plan, events + later, self._over(ended))
+            ended += self._over(self.scheduler.advance(later))
+        self._last = Step(plan, events + later, ended, done, over, len(self._flights))
         return self._last
 
-    def _execute(self, plan: Plan) -> Sequence[Event]:
+    def _begin(self, plan: Plan, rows: bool) -> None:
+        if not rows:
+            if isinstance(self._hands, _AtOnce):
+                self._hands.execute(plan)
+            return
+        flight = _Flight(plan)
+        self._flights.append(flight)
         try:
-            return self.executor.execute(plan)
+            self._hands.begin(plan)
         except AssertionError:
             raise
         except Exception as error:
-            if not plan.batch.ids or plan.step is None:
-                raise
-            log.exception("step %s failed", plan.step)
-            return [StepFailed(plan.step, f"{type(error).__name__}: {error}"[:1000])]
+            flight.error = error
+
+    def _finish(self, flight: _Flight) -> Done:
+        """What became of a plan. If it failed, those begun behind it count as failed too."""
+        step = flight.plan.step
+        assert step is not None
+        event: StepDone | StepFailed
+        try:
+            if flight.error is not None:
+                raise flight.error
+            (event,) = self._hands.finish()
+        except AssertionError:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"[:1000]
+            event = StepFailed(step, reason)
+            log.warning("step %s failed, %d rows: %s", step, len(flight.plan.batch.ids), reason.split("\n")[0])
+            if reason not in self._told and len(self._told) < _TOLD:
+                self._told.add(reason)
+                log.error("the error of step %s (told once):", step, exc_info=error)
+        if isinstance(event, StepFailed):
+            for later in self._flights:
+                later.over.update(later.plan.batch.ids)
+        return Done(flight.plan, event)
 
     def rest(self, timeout: float | None = None) -> None:
         """Wait while there is nothing to do: until a tier has news, a deadline of the scheduler comes, `wake` is
-        called, or for `timeout` seconds. Returns at once if the last step did anything."""
+        called, or for `timeout` seconds. Returns at once if the last step did anything, if a plan is in flight, or if
+        nobody is live and there is nothing to wait for: a server that rests between requests gives a timeout."""
         if self._last is None or not self._last.idle:
             return
         ticks = self._last.plan.wake_in
@@ -132,7 +221,8 @@ class EngineLoop:
             for seconds in (timeout, None if ticks is None else self.tiers.seconds_to(ticks))
             if seconds is not None
         ]
-        self.tiers.wait(min(waits) if waits else None)
+        if waits or self.live or self.tiers.busy:
+            self.tiers.wait(min(waits) if waits else None)
 
     def wake(self) -> None:
         """There is something new: end a `rest`. Any thread may call it."""
@@ -147,7 +237,7 @@ class EngineLoop:
         while (left := until - time.monotonic()) > 0:
             step = self.step()
             ended += step.ended
-            if step.plan.empty and not self.tiers.busy:
+            if step.plan.empty and not step.in_flight and not self.tiers.busy:
                 break
             if step.idle:
                 self.tiers.wait(left)
@@ -156,5 +246,27 @@ class EngineLoop:
         return ended
 
     def _over(self, ended: list[Ended]) -> list[Ended]:
-        self.live.difference_update([end.id for end in ended])
+        if ended:
+            ids = [end.id for end in ended]
+            self.live.difference_update(ids)
+            for flight in self._flights:
+                flight.over.update(ids)
         return ended
+
+
+class _AtOnce:
+    """An executor that runs a plan in one go, seen as two halves: all of it in the second."""
+
+    def __init__(self, executor: Any) -> None:
+        self._executor = executor
+        self._plan = Plan()
+
+    def execute(self, plan: Plan) -> Sequence[Event]:
+        events: Sequence[Event] = self._executor.execute(plan)
+        return events
+
+    def begin(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def finish(self) -> Sequence[Event]:
+        return self.execute(self._plan)
