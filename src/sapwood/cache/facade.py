@@ -111,8 +111,10 @@ class HybridPrefixCache:
         self._tree.forget_if_empty(binding._root)
 
     def evict_namespace(self, namespace: Namespace) -> bool:
-        """Forget a namespace at once. What running requests hold of it is freed when the last of them ends.
-        Returns whether there was anything; doing it again changes nothing."""
+        """Forget a namespace at once, on device and host. What running requests hold of it is freed when the last of
+        them ends. Returns whether there was anything; doing it again changes nothing. It does not reach the store, which
+        keeps what it was given until it lets go of that by itself: who comes in an equal namespace may fetch it again.
+        """
         root = self._tree.roots.get(self._space(namespace))
         if root is None:
             self._tree.ghosts.forget(namespace.digest())
@@ -155,7 +157,12 @@ class HybridPrefixCache:
         """A lease for the matched request with pages for its tokens up to `upto`, in all groups; None if one of them
         has no room, with nothing changed. `keep` says what must be left for others, and whether fewer pages will do
         (`growable` tells then how far they reach); `writes=False` publishes nothing of this request. With an Operation
-        to carry out, or `lease.loading`, the request waits for `load_done` and gets its pages with `grow` then."""
+        to carry out, or `lease.loading`, the request waits for `load_done` and gets its pages with `grow` then.
+
+        If the tree has changed since the match, the prompt is matched again: it may begin before or behind
+        `match.start`, and `upto` moves along, to as many tokens after the new start, at most to the prompt's end. And
+        where the only slot left holds the snapshot it would start from, it begins at 0 with pages for one chunk. So
+        compute from `lease.start`, and ask `reach` how far the pages go."""
         if match.binding.cache is not self or not match.binding.live:
             self._bound(match.binding)
         if type(upto) is not int or not match.start < upto <= match.length:
@@ -445,7 +452,7 @@ class HybridPrefixCache:
 
     def servable_run(self, start_page: int, there: Mapping[str, npt.NDArray[Any]]) -> int:
         """If everything before `start_page` is at hand and a store had the pages from there on that `there` says (by
-        group, one entry a page): how many pages further every group could begin. For those who answer lookups."""
+        group, one entry a page): how many pages further every group could begin. What `LookupDone` must say."""
         return self._stored.servable_run(start_page, there)
 
     def begin_fetch(

@@ -83,7 +83,8 @@ class Sibling(NamedTuple):
 
 
 class Match(NamedTuple):
-    """What the cache could serve a prompt. Pins nothing; `admit` looks again if the tree has changed since."""
+    """What the cache could serve a prompt. Pins nothing; `admit` looks again if the tree has changed since, and then
+    `lease.start` may be another than `start`."""
 
     boundary: int  # pages every group can serve
     start: int  # the first token to compute
