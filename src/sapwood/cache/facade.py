@@ -112,8 +112,8 @@ class HybridPrefixCache:
 
     def evict_namespace(self, namespace: Namespace) -> bool:
         """Forget a namespace at once, on device and host. What running requests hold of it is freed when the last of
-        them ends. Returns whether there was anything; doing it again changes nothing. It does not reach the store, which
-        keeps what it was given until it lets go of that by itself: who comes in an equal namespace may fetch it again.
+        them ends. Returns whether there was anything; doing it again changes nothing. The store is not reached: it has
+        what it was given until it lets go of that by itself, and who comes in an equal namespace may fetch it again.
         """
         root = self._tree.roots.get(self._space(namespace))
         if root is None:
