@@ -34,7 +34,7 @@ def main() -> None:
     while len(ended) < len(questions):
         plan = scheduler.next_plan()
         ended += plan.ended
-        if not plan.empty:
+        if plan.batch.ids:  # with host pages, a plan may have transfers only (examples/tiers.py): it wants no StepDone
             ended += scheduler.advance([StepDone(plan.step, run_model(plan))])
 
     for end in ended:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,22 @@ def test_example_runs_and_prints_what_it_says(example, capsys) -> None:
     exec(compile(example, "README.md", "exec"), {})
     printed = ["# " + line for line in capsys.readouterr().out.splitlines()]
     assert printed and printed == example.strip().splitlines()[-len(printed) :]
+
+
+def test_the_loop_holds_with_host_memory(capsys) -> None:
+    """Somebody who gives the scheduler's example host pages gets plans without rows, and the same answers.
+
+    Mutation: the loop answers `StepDone` to every plan; or answers no save.
+    """
+    (loop,) = [example for example in EXAMPLES if "next_plan" in example]
+    names: dict[str, Any] = {}
+    exec(compile(loop, "README.md", "exec"), names)
+    plain = capsys.readouterr().out
+    hosted = loop.replace("device_pages=4096", "device_pages=4096, host_pages=64")
+    exec(compile(hosted, "README.md", "exec"), names)
+    assert capsys.readouterr().out == plain and hosted != loop
+    stats = names["scheduler"].stats()
+    assert stats["cache"]["transfers"]["saves"] and not stats["transfers"] and not names["plan"].batch.ids
 
 
 def test_commands_exist() -> None:

@@ -425,7 +425,7 @@ def test_a_load_that_is_over():
 def test_a_step_whose_event_has_come():
     """Each step has one event: a second one, of whatever kind, is refused with its number.
 
-    Mutation: `Steps._event` does not look at `last`.
+    Mutation: `Steps._in_order` does not look at `last`.
     """
     cache = some_cache()
     admitted(cache)
@@ -473,7 +473,7 @@ def test_planning_a_step_that_is_over(doing, past):
 def test_events_of_steps_out_of_order():
     """The event of a later step before that of an earlier one in flight is refused: the earlier one could never end.
 
-    Mutation: `Steps._event` does not look at the steps in flight.
+    Mutation: `Steps._in_order` does not look at the steps in flight.
     """
     cache = some_cache()
     lease = admitted(cache)

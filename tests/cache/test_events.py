@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
+from pathlib import Path
 
 import pytest
 
@@ -128,6 +129,25 @@ def test_e01_hashes_are_the_chain_that_anybody_can_compute(space):
     assert event.parent_block_hash is None, "the namespace is part of the hash, not a block of its own"
 
 
+def test_e01_the_digest_of_a_namespace_is_as_documented():
+    """The bytes with which the chain of any other namespace begins, spelled out: a router or another engine can compute
+    them. docs/store.md has the vector.
+
+    Mutation: `Namespace.digest` writes a length in big-endian or counts characters, or leaves out version 0.
+    """
+    sha256 = hashlib.sha256
+    assert Namespace().digest() == b""
+    salted = sha256(b"sapwood.namespace.1S\x04\0\0\0\xc3\xa9\xc3\xa8V\0\0\0\0\0\0\0\0").digest()
+    assert Namespace(salt="\u00e9\u00e8").digest() == salted
+    one = sha256(b"sapwood.namespace.1V" + struct.pack("<Q", 2**40 + 1)).digest()
+    assert Namespace(version=2**40 + 1).digest() == one
+    parts = b"A", struct.pack("<I", 32), bytes(32), b"S", struct.pack("<I", 8), b"tenant-7", b"V", struct.pack("<Q", 1)
+    ns = Namespace(adapter=bytes(32), salt="tenant-7", version=1)
+    assert ns.digest() == sha256(b"sapwood.namespace.1" + b"".join(parts)).digest()
+    vector = "3077127c3bfeba97a1f4c43828aef23221f2f20f3cbf0f17cf8f3556d3ef7b96"
+    assert ns.digest().hex() == vector and vector in (Path(__file__).parents[2] / "docs/store.md").read_text()
+
+
 def test_e01_no_two_namespaces_share_a_hash():
     """Equal tokens under different namespaces have different hashes.
 
@@ -178,7 +198,7 @@ def test_e01_block_hashes_are_signed_and_big_endian(head, number):
 def test_e01_stored_from_the_root_down_with_parents():
     """New pages are announced once, root side first, each event naming the block it hangs from.
 
-    Mutation: `_parent_digest` gives None in the middle of a path.
+    Mutation: `_digest_above` gives None in the middle of a path.
     """
     engine, router = telling(full(32)), Router()
     prompt = toks(1, 17)
@@ -219,7 +239,7 @@ def test_e01_stored_in_order_though_the_path_was_cut_meanwhile():
 def test_e01_generated_pages_are_announced_as_they_fill():
     """Pages that fill while decoding, one step ahead, are announced one by one, each below the one before.
 
-    Mutation: `Publisher._row_is_real` announces nothing.
+    Mutation: `Publisher.publish_rows` announces nothing (`tell_page` in `_any_rows`).
     """
     engine, router = telling(full(32)), Router()
     request = engine.submit("request", toks(1, 6), max_tokens=12)
@@ -360,7 +380,7 @@ def test_e01_a_flush_is_one_event():
 def test_e01_without_events_nothing_is_kept():
     """An engine that was not asked for events has none.
 
-    Mutation: `Loads._announce` does not ask whether anybody listens.
+    Mutation: `Ledger.announce` does not ask whether anybody listens.
     """
     engine = engine_of(full(24, 24), save="through")
     engine.run("request", toks(1, 17))

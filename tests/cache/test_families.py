@@ -347,7 +347,7 @@ def parent_and_child(engine: Engine) -> tuple[list[int], list[int], int, int]:
 def test_f06_an_acknowledgement_shows_only_what_was_written(groups):
     """When the save of a longer path lands first, host has its page and nothing of what stands above it.
 
-    Mutation: `_land_closed_on_host` does not split where the run before is not there yet (`if copy.count < known`).
+    Mutation: `Saves._land_closed` does not split where the run before is not there yet (`copy.count < first`).
     """
     engine = engine_of(*groups, events=True)
     _, longer, upper, lower = parent_and_child(engine)
@@ -693,7 +693,7 @@ def test_f10_window_pages_that_a_lease_reads_are_never_taken():
 def test_f10_pages_between_go_before_the_windows_of_leaves_and_branch_points(layout):
     """Under pressure the window group keeps, to the last, what makes leaves and the branch point hits.
 
-    Mutation: `LooseQueue._protected` returns 0.
+    Mutation: `LooseQueue._guarded` guards nothing.
     """
     engine = engine_of(window(8, 26), *layout)
     trunk = toks(1, 32)

@@ -157,7 +157,7 @@ def test_what_was_only_promised_was_never_evicted() -> None:
 def test_a_request_counts_once() -> None:
     """Coming back after a retraction is not a new request, and its own pages are no hit.
 
-    Mutation: `_count` does not look at `counted`.
+    Mutation: `_count` does not look whether the binding has been counted.
     """
     engine = Engine(4, full(64))
     request = engine.submit("ann", toks(1, 16), 8)
@@ -204,6 +204,43 @@ def test_what_is_adopted_later_counts_too() -> None:
     engine.idle()
     assert late.cached == 23
     assert engine.cache.stats()["cached_tokens"] == 23
+
+
+def test_what_is_adopted_counts_beyond_what_was_computed_and_once_it_is_used() -> None:
+    """A request has computed two of six pages. Three more that somebody publishes then are cached tokens; if it is
+    retracted before it has used them, they are not; and when it comes back, finds nothing and takes over all five, only
+    those three are.
+
+    Mutation: `adopt` counts all that it passes, or does not call `_computed`; `retract` does not call `_begins`.
+    """
+    cache, bob, prompt = opened(full(16))
+
+    def cached() -> int:
+        cache.check()
+        return cache.stats()["cached_tokens"]
+
+    def somebody_publishes_five_pages(step: int) -> None:
+        ann, _ = cache.admit(cache.match_nothing(cache.bind(BASE), prompt), 20)
+        cache.opening(ann, step)
+        cache.publish(ann, prompt, 5, step)
+        cache.step_commit(step)
+        cache.finish_request(ann, b"", 20, None)
+
+    cache.publish(bob, prompt, 2, 1)
+    cache.step_commit(1)
+    somebody_publishes_five_pages(2)
+    assert cache.adopt(bob, prompt, 8) == 20 and cached() == 12
+    cache.retract(bob, b"", 20, None)
+    assert cached() == 0
+
+    crowd, _ = cache.admit(cache.match_prefix(cache.bind(BASE), toks(2, 64)), 64)
+    cache.finish_request(crowd, b"", 0, None)
+    bob, _ = cache.admit(cache.match_prefix(bob.binding, prompt), 4)
+    assert bob.start == 0 and cached() == 0
+    somebody_publishes_five_pages(3)
+    assert cache.adopt(bob, prompt, 0) == 20 and cached() == 12
+    cache.retract(bob, b"", 24, None)
+    assert cached() == 12
 
 
 def test_a_doomed_step_counts_as_failed() -> None:

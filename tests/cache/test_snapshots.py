@@ -59,7 +59,7 @@ def test_f03_who_goes_another_way_starts_from_the_deepest_snapshot_before(mix):
     """Somebody says something else in the middle of a chat: what is served ends at a snapshot inside the node, at or
     before the place; and the chat itself is served as before.
 
-    Mutation: `deepest_slot` takes any snapshot of the node; `_split_slots` leaves all of them in the lower half.
+    Mutation: `deepest_slot` takes any snapshot of the node; `split_slots` leaves all of them in the lower half.
     """
     engine = engine_of(*MIXES[mix](), every=1)
     texts = chat(engine, 4)

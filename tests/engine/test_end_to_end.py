@@ -158,7 +158,7 @@ def test_t08_a_bad_store_costs_time_and_nothing_else(tmp_path, layout, trouble):
     """A store that fails, dawdles, is full, lies, loses, corrupts, tears or hangs: everybody ends with the right answer
     in bounded time; when it is well again it serves again.
 
-    Mutation: `Store._get` does not check; or `Tiers._ask` lets a refused job go unanswered.
+    Mutation: `ThreadStore._get` does not check; or `Tiers._ask` lets a refused job go unanswered.
     """
     uri = f"file://{tmp_path}/store?size=10MiB"
     maker = Machine(layout, uri)

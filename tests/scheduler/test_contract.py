@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from typing import get_type_hints
 
 import numpy as np
 import pytest
 
-from sapwood.cache import CacheGroup, Namespace
+from sapwood.cache import CacheGroup, Namespace, Operation, StoreOperation
 from sapwood.scheduler import (
     Abort,
     BackupDone,
@@ -28,6 +29,7 @@ from sapwood.scheduler import (
     StepFailed,
     Tick,
 )
+from sapwood.scheduler.prefetch import Lookup
 
 from .driver import LAYOUTS, Run, adapter, answer, each_layout, full, groups_of, toks, window
 
@@ -100,6 +102,17 @@ def test_the_types_of_a_plan():
     third = run.plan()
     assert third.batch.starts.tolist() == [21, 21]
     assert np.array_equal(second.batch.starts, before[0]) and np.array_equal(second.batch.tokens, before[1])
+
+
+def test_operations_of_a_plan_are_typed():
+    """A type checker knows what the operations of a plan are, for those who write an executor.
+
+    Mutation: `Plan` has `list[Any]`.
+    """
+    hints = get_type_hints(Plan)
+    assert hints["loads"] == hints["saves"] == list[Operation]
+    assert hints["lookups"] == list[Lookup] and Lookup._fields == ("op", "namespace", "start_page", "hashes")
+    assert hints["fetches"] == hints["backups"] == list[StoreOperation]
 
 
 def test_a_request_keeps_its_slot():
@@ -694,7 +707,7 @@ def test_stats_of_the_scheduler():
 def test_windows_that_are_too_small_to_share_still_serve():
     """A window group with the fewest pages allowed runs a prompt of any length, chunk by chunk.
 
-    Mutation: `Planner._keep` asks for all tokens at once when nobody runs (`least` 0).
+    Mutation: `Planner._admit` asks for all tokens at once when nobody runs (`least` 0 in `_FIRST`).
     """
     run = Run(window(40, 5), budget=512)
     run.submit("ann", toks(1, 700), 40)

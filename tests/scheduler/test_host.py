@@ -3,9 +3,12 @@ L18, F07)."""
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
 import pytest
 
-from sapwood.cache import CacheGroup
+from sapwood.cache import CacheGroup, Namespace
 from sapwood.scheduler import Abort, LoadDone, ProtocolError, RequestSpec, SaveDone, Scheduler, SchedulerConfig
 from sapwood.sim import ContentExecutor
 from sapwood.sim.replay import Replay
@@ -93,6 +96,52 @@ def test_t01_what_the_device_has_lost_is_loaded_from_host(layout, policy):
     again = run.run("again", 1)
     assert again.cached >= 36 and again.computed == 40 - again.cached and again.recomputed == 0
     assert run.moved["loads"] == before + 1
+
+
+@each_layout
+@pytest.mark.parametrize("hosted", [False, True])
+def test_m05_the_statistics_count_what_requests_were_served(layout, hosted):
+    """Retractions under pressure, failing steps, failing loads and aborts in every state: `cached_tokens` of the cache,
+    and of each namespace, is what the ends of the requests say, and a request and its prompt count once.
+
+    Mutation: `_begins` is not called by `retract`, `rewind` or `load_done`; or `_computed` not by `rewind` or
+    `finish_request`.
+    """
+    rng = random.Random(5)
+    groups = [replace(group, host_pages=group.host_pages if hosted else 0) for group in LAYOUTS[layout]]
+    run = Hosted(groups, headroom=0, max_batch_tokens=24, max_tries=1000)
+    spaces = [Namespace(salt="a"), Namespace(salt="b")]
+    for space in spaces:
+        run.scheduler.cache.bind(space)  # a namespace with nobody and nothing in it is forgotten, and what it counted
+    body = list(range(100, 160))
+    specs = {}
+    for n in range(60):
+        tokens = body[: rng.randrange(1, 60)] + [1000 * n + i for i in range(rng.randrange(6))]
+        spec = specs[f"r{n}"] = RequestSpec(f"r{n}", tokens, rng.randrange(1, 30), rng.choice(spaces))
+        run.executor.submit(spec)
+        run.scheduler.submit([spec])
+        for _ in range(rng.randrange(8)):
+            plan = run.scheduler.next_plan()
+            run.executor.begin(plan)
+            if rng.random() < 0.08:
+                run.tell([Abort(f"r{rng.randrange(n + 1)}")])
+            events = []
+            if plan.batch.ids:
+                events += run.executor.fail("bad luck") if rng.random() < 0.2 else run.executor.done()
+            run.tell(events + run.landed(rng.random() < 0.6))
+    run.idle()
+
+    stats = run.scheduler.stats()
+    assert stats["steps_failed"] and (stats["retractions"] or layout == "window+state")
+    assert run.moved["loads_failed"] or not hosted or layout == "window+state"
+    assert {end.reason for end in run.ended.values()} == {"length", "abort"}
+    served = {
+        space: sum(end.cached for end in run.ended.values() if specs[end.id].namespace == space) for space in spaces
+    }
+    assert stats["cache"]["cached_tokens"] == sum(served.values())
+    assert {entry["namespace"]: entry["cached_tokens"] for entry in stats["cache"]["namespaces"]} == served
+    ended = [end.prompt for end in run.ended.values()]
+    assert stats["cache"]["requests"] <= len(ended) and stats["cache"]["prompt_tokens"] <= sum(ended)
 
 
 @pytest.mark.parametrize("ok", [True, False])

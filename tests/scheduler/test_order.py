@@ -153,7 +153,7 @@ def test_s02_chunks_of_state_models_are_cut_where_a_snapshot_is_worth_having(lay
 def test_s02_more_decodes_than_the_budget(mixed):
     """No plan has more tokens than allowed, even if more requests could decode; all come to their end.
 
-    Mutation: `Outcome._may_join` is always true (without `mixed`, prompts join whatever decodes already).
+    Mutation: `Outcome._after_chunks` lets everybody join, however many decode (`decoding.count < most`).
     """
     run = Run(full(), budget=3, mixed=mixed)
     for n in range(8):
@@ -204,7 +204,7 @@ def test_s03_work_is_bounded_in_a_pool_of_a_third(layout, headroom, most):
     than the usual headroom, so with it nothing is computed twice; without any, the work measured is 1.3 times the
     least (full), 1.07 (full and window) and 1.0 (others).
 
-    Mutation: `Planner._keep` keeps nothing.
+    Mutation: `Planner._admit` keeps nothing.
     """
     run = tight(layout, 0.35, 24, 37, headroom=headroom)
     run.idle().right_answers()
@@ -218,7 +218,7 @@ def test_s03_work_is_bounded_with_long_answers(headroom, most):
     """16 requests with answers far longer than the headroom in 0.35 of what they need: some must be retracted, all
     complete. Measured: 1.8 times the least work without headroom, 1.2 with the usual.
 
-    Mutation: `Planner._keep` keeps nothing (1.7 times with the usual headroom).
+    Mutation: `Planner._admit` keeps nothing (1.7 times with the usual headroom).
     """
     run = tight("full", 0.35, 16, 160, headroom=headroom)
     run.idle().right_answers()
@@ -431,7 +431,7 @@ def test_s03_the_less_urgent_do_not_starve():
 def test_nothing_keeps_a_request_that_is_over():
     """Requests that stop long before they have used their tokens are forgotten at once, prompts and all.
 
-    Mutation: `Decoding._drop` leaves what was foreseen.
+    Mutation: `Decoding.drop` leaves what was foreseen.
     """
     run = Run(full(1400))
     for at in range(4):

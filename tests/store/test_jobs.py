@@ -562,7 +562,7 @@ def test_wrong_memory_is_refused() -> None:
 def test_close_returns_when_the_backend_is_closed() -> None:
     """Who closes a store may take its memory away and ask for its statistics: the backend has let go of all by then.
 
-    Mutation: `Store._loop` counts the last thread as gone before it has closed the backend.
+    Mutation: `ThreadStore._loop` counts the last thread as gone before it has closed the backend.
     """
     bad = Bad()
     closed: list[float] = []

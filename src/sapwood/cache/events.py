@@ -27,7 +27,8 @@ def _block_hashes(digests: bytes) -> list[int]:
 
 
 class BlockStored(NamedTuple):
-    """Pages that became real in a tier: consecutive pages of one path, root side first."""
+    """Pages that became real in a tier: consecutive pages of one path, root side first. `parent_digest` is that of the
+    page before them, None for the first page of a path, whose chain begins with `namespace.digest()`."""
 
     digests: bytes
     parent_digest: bytes | None

@@ -31,7 +31,8 @@ class Explanation(NamedTuple):
               off           the prefix cache is switched off
               other_namespace   another adapter, salt or version has more of it (told to an administrator only)
     position  the first token that has to be computed, or the first that differs (`diverged`)
-    cached    tokens that would be served
+    cached    tokens that would be served: whole pages, and the first tokens of one more that would be copied (copy on
+              write inside a page). As `Match.cached`, without what is only promised
     """
 
     reason: str
@@ -48,11 +49,11 @@ def explain(
     size = tree.page_size
     if not enabled:
         return Explanation("off", 0, 0, None, "The prefix cache is switched off.")
-    if not matcher.most_pages(length):
-        return Explanation(
-            "short", 0, 0, None, f"The prompt has {length} tokens; only whole pages of {size} tokens are cached."
-        )
     root = tree.roots.get(namespace)
+    if not matcher.most_pages(length):
+        cached = _served(tree, matcher, root, tokens, length).cached if root is not None else 0
+        detail = f"The prompt has {length} tokens; only whole pages of {size} tokens are cached."
+        return Explanation("short", cached, cached, None, detail)
     if root is None:
         found = Explanation("empty", 0, 0, None, "Nothing is cached in this namespace.")
         since = tree.ghosts.since(namespace.digest(), 0, 0, tokens[: tree.page_bytes])
@@ -65,21 +66,31 @@ def explain(
     return found
 
 
-def _real_path(tree: Tree, root: Root, tokens: bytes) -> tuple[Path, bool]:
-    """The matched path as far as it has really been computed, and whether there is more that is only promised."""
+class _Served(NamedTuple):
+    """What of a prompt has really been computed and would be served."""
+
+    path: Path
+    promised: bool  # there is more, which is only promised
+    boundary: int
+    limiter: int
+    cached: int
+
+
+def _served(tree: Tree, matcher: Matcher, root: Root, tokens: bytes, length: int) -> _Served:
     path = tree.walk(root, tokens)
     matched = path.depth
     for node in path.nodes:
         for promise in node.promised or ():
             path.depth = min(path.depth, promise.low)
     path.nodes = [node for node in path.nodes if node.start < path.depth]
-    return path, path.depth < matched
+    boundary, limiter = matcher.boundary(path, length)
+    sibling = matcher.sibling(path, boundary, tokens, length)
+    cached = boundary * tree.page_size + (sibling.tokens if sibling is not None else 0)
+    return _Served(path, path.depth < matched, boundary, limiter, min(cached, length - 1))
 
 
 def _within(tree: Tree, matcher: Matcher, root: Root, tokens: bytes, length: int, admin: bool) -> Explanation:
-    path, promised = _real_path(tree, root, tokens)
-    boundary, limiter = matcher.boundary(path, length)
-    cached = min(boundary * tree.page_size, length - 1)
+    path, promised, boundary, limiter, cached = _served(tree, matcher, root, tokens, length)
     reason = matcher.reason(path, boundary, limiter, length)
     served = f"{cached} of {length} tokens would be served"
     if reason in ("no_snapshot", "window_gone"):
@@ -148,8 +159,7 @@ def _elsewhere(
     best, where = found.cached, None
     for other, root in tree.roots.items():
         if other != namespace:
-            boundary, _ = matcher.boundary(_real_path(tree, root, tokens)[0], length)
-            cached = min(boundary * tree.page_size, length - 1)
+            cached = _served(tree, matcher, root, tokens, length).cached
             if cached > best:
                 best, where = cached, other
     if where is None:

@@ -111,8 +111,10 @@ class HybridPrefixCache:
         self._tree.forget_if_empty(binding._root)
 
     def evict_namespace(self, namespace: Namespace) -> bool:
-        """Forget a namespace at once. What running requests hold of it is freed when the last of them ends.
-        Returns whether there was anything; doing it again changes nothing."""
+        """Forget a namespace at once, on device and host. What running requests hold of it is freed when the last of
+        them ends. Returns whether there was anything; doing it again changes nothing. The store is not reached: it has
+        what it was given until it lets go of that by itself, and who comes in an equal namespace may fetch it again.
+        """
         root = self._tree.roots.get(self._space(namespace))
         if root is None:
             self._tree.ghosts.forget(namespace.digest())
@@ -155,7 +157,12 @@ class HybridPrefixCache:
         """A lease for the matched request with pages for its tokens up to `upto`, in all groups; None if one of them
         has no room, with nothing changed. `keep` says what must be left for others, and whether fewer pages will do
         (`growable` tells then how far they reach); `writes=False` publishes nothing of this request. With an Operation
-        to carry out, or `lease.loading`, the request waits for `load_done` and gets its pages with `grow` then."""
+        to carry out, or `lease.loading`, the request waits for `load_done` and gets its pages with `grow` then.
+
+        If the tree has changed since the match, the prompt is matched again: it may begin before or behind
+        `match.start`, and `upto` moves along, to as many tokens after the new start, at most to the prompt's end. And
+        where the only slot left holds the snapshot it would start from, it begins at 0 with pages for one chunk. So
+        compute from `lease.start`, and ask `reach` how far the pages go."""
         if match.binding.cache is not self or not match.binding.live:
             self._bound(match.binding)
         if type(upto) is not int or not match.start < upto <= match.length:
@@ -175,6 +182,8 @@ class HybridPrefixCache:
         lease.writes = self.enabled and writes
         self._leases[lease] = None
         self._count(match, lease)
+        if not lease.waits:
+            self._begins(lease, lease.start)
         return admitted
 
     def opening(self, lease: Lease, step: int) -> list[PageCopy]:
@@ -193,9 +202,10 @@ class HybridPrefixCache:
         self._live(lease)
         if not self.enabled:
             return position
+        self._computed(lease, position)
         begin = self._follower.adopt(lease, tokens, position, self._steps.in_flight(self._steps.doomed))
-        for tally in (self._tally, lease.root.tally):
-            tally["cached_tokens"] += begin - position
+        if begin > position:
+            self._begins(lease, begin)
         return begin
 
     def could_adopt(self, lease: Lease, tokens: bytes, position: int) -> bool:
@@ -349,11 +359,15 @@ class HybridPrefixCache:
     def rewind(self, lease: Lease, position: int) -> int:
         """Where a row goes on that had computed `position` tokens before the step that failed."""
         self._live(lease)
-        return self._steps.rewind(lease, position)
+        self._computed(lease, position)
+        begin = self._steps.rewind(lease, position)
+        self._begins(lease, begin)
+        return begin
 
     def retract(self, lease: Lease, fill: bytes, computed: int, reading: int | None) -> Span | None:
         """Take a lease away from a request that will come back: like `finish_request`."""
         span = self.finish_request(lease, fill, computed, reading)
+        self._begins(lease, 0)  # what it was served and has not used is no hit
         self._tally["retracted"] += 1
         return span
 
@@ -378,6 +392,7 @@ class HybridPrefixCache:
         elif tree.slots:
             self._snapshots.counts["states_dropped"] += 1
         del self._leases[lease]
+        self._computed(lease, computed)
         span = publisher.leftover(lease, offered) if tree.has_host else None
         self._steps.end(lease, reading)
         return span
@@ -420,6 +435,7 @@ class HybridPrefixCache:
             self._uncount(lease)
         for lease in landed.ready:
             self._desk.seat(lease)
+            self._begins(lease, lease.start)
         return landed
 
     # ---- the store
@@ -443,7 +459,7 @@ class HybridPrefixCache:
 
     def servable_run(self, start_page: int, there: Mapping[str, npt.NDArray[Any]]) -> int:
         """If everything before `start_page` is at hand and a store had the pages from there on that `there` says (by
-        group, one entry a page): how many pages further every group could begin. For those who answer lookups."""
+        group, one entry a page): how many pages further every group could begin. What `LookupDone` must say."""
         return self._stored.servable_run(start_page, there)
 
     def begin_fetch(
@@ -575,7 +591,12 @@ class HybridPrefixCache:
         return explaining.explain(self._tree, self._matcher, self.enabled, space, raw, admin)
 
     def stats(self) -> dict[str, Any]:
-        """Everything a dashboard draws: pages by group, tier and owner; hits, reasons, evictions, transfers."""
+        """Everything a dashboard draws: pages by group, tier and owner; hits, reasons, evictions, transfers.
+
+        A request counts once, when it is first admitted: in `requests`, with its whole prompt in `prompt_tokens`, and
+        under its reason. `cached_tokens` are the prompt tokens that requests did not compute, each once however often
+        it was retracted or its steps failed, loads once they have come: the sum of what `Ended.cached` says.
+        """
         tree = self._tree
         pages: dict[str, dict[str, dict[str, int]]] = {}
         used: dict[str, dict[str, int]] = {}
@@ -621,33 +642,49 @@ class HybridPrefixCache:
 
     def _count(self, match: Match, lease: Lease) -> None:
         """A request counts once: not again when it comes back after a retraction."""
-        if match.binding.counted:
+        if match.binding.prompt:
             return
         reason = match.reason
         if len(self._tree.ghosts):
             reason = self._matcher.refine(match)
         lease.reason = reason
-        match.binding.counted = True
+        match.binding.prompt = lease.length
         self._add(lease, 1, reason)
 
     def _uncount(self, lease: Lease) -> None:
         """What it was to be served did not come: its next admission counts instead."""
         if lease.reason:
             self._add(lease, -1, lease.reason)
-            lease.binding.counted, lease.reason = False, ""
+            lease.binding.prompt, lease.reason = 0, ""
 
     def _add(self, lease: Lease, sign: int, reason: str) -> None:
         self._reasons[reason] = self._reasons.get(reason, 0) + sign
-        length, start, all, mine = sign * lease.length, sign * lease.start, self._tally, lease.root.tally
-        all["requests"] += sign
-        all["prompt_tokens"] += length
-        all["cached_tokens"] += start
-        mine["requests"] += sign
-        mine["prompt_tokens"] += length
-        mine["cached_tokens"] += start
+        for tally in (self._tally, lease.root.tally):
+            tally["requests"] += sign
+            tally["prompt_tokens"] += sign * lease.length
         if reason != "hit":
             misses = lease.root.misses
             misses[reason] = misses.get(reason, 0) + sign
+
+    def _begins(self, lease: Lease, position: int) -> None:
+        """A lease goes on at `position`: prompt tokens before it that its request has not computed, now or before a
+        retraction, are cached, instead of what was so since its last step that was done."""
+        binding = lease.binding
+        served = max(0, min(position, binding.prompt) - binding.reached)
+        more = served - lease.served
+        lease.begun, lease.served = position, served
+        if more:
+            self._tally["cached_tokens"] += more
+            lease.root.tally["cached_tokens"] += more
+
+    @staticmethod
+    def _computed(lease: Lease, position: int) -> None:
+        """Everything before `position` is computed. If that is beyond where the lease has begun, what it was served has
+        been used, and stays counted."""
+        if position > lease.begun:
+            lease.begun, lease.served = position, 0
+            if position > lease.binding.reached:
+                lease.binding.reached = position
 
     @staticmethod
     def _space(namespace: Namespace) -> Namespace:

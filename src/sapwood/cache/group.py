@@ -18,7 +18,12 @@ class CacheGroup:
     """Layers that keep the same kind of memory: a name, the family that rules its reuse, and how many pages it has.
 
     `device_pages` and `host_pages` are how many can be given out; ids run from 1 to that number, 0 is the null page.
-    For a family of slots (`state`) they count slots. `page_bytes` is what one page takes in memory, for the statistics.
+    For a family of slots (`state`) they count slots.
+
+    `page_bytes` is what one page (or slot) takes, all layers of the group together: a row of the host arena, and what a
+    store keeps as one value. Whoever moves pages needs it: arenas and movers refuse a group without it, and it must be
+    what the fingerprint of a store says. The cache itself only multiplies with it, for `stats()["bytes"]`: an engine
+    without host memory may leave it at 0.
     """
 
     name: str

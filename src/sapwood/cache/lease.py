@@ -31,18 +31,20 @@ if TYPE_CHECKING:
 _NOTHING: Mapping[int, list[tuple[int, int]]] = {}
 _ALONE: Mapping[Transfer, int] = {}
 _NO_SPANS: dict[tuple[int, int], Ranges] = {}
+_NEVER = 1 << 62  # while it is loading
 
 
 class Binding:
     """A request's tie to a namespace as it was when the request came. Frozen; ends with `unbind`."""
 
-    __slots__ = ("_root", "cache", "counted", "live")
+    __slots__ = ("_root", "cache", "live", "prompt", "reached")
 
     def __init__(self, root: Root, cache: object) -> None:
         self._root = root
         self.cache = cache
-        self.counted = False  # in the statistics
         self.live = True
+        self.prompt = 0  # tokens of its prompt, once it is in the statistics
+        self.reached = 0  # the furthest position it is known to have computed: nothing before it can be a hit any more
 
     @property
     def namespace(self) -> Namespace:
@@ -81,7 +83,8 @@ class Sibling(NamedTuple):
 
 
 class Match(NamedTuple):
-    """What the cache could serve a prompt. Pins nothing; `admit` looks again if the tree has changed since."""
+    """What the cache could serve a prompt. Pins nothing; `admit` looks again if the tree has changed since, and then
+    `lease.start` may be another than `start`."""
 
     boundary: int  # pages every group can serve
     start: int  # the first token to compute
@@ -113,6 +116,7 @@ class Lease:
     """What a live request holds: its root, the path it reads, the private pages it writes."""
 
     __slots__ = (
+        "begun",
         "binding",
         "boundary",
         "copied",
@@ -134,6 +138,7 @@ class Lease:
         "root",
         "seed",
         "seed_depth",
+        "served",
         "shared",
         "source",
         "start",
@@ -178,6 +183,8 @@ class Lease:
         self.rolling = 0  # page end of the checkpoint that the next one replaces
         self.unsaved: list[Any] | None = None  # what it has made real and not offered for saving: the fields of a Span
         self.reason = ""  # why it was not served more, if it has been counted
+        self.begun = _NEVER  # where it began, or last went on, without having computed what is before
+        self.served = 0  # what that counts in `cached_tokens`, until a step from there on is done
         self.writes = True
         self.counted = True  # as a reader of windows; else it is one of `Tree.quiet`
         self.detached = False

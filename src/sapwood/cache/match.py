@@ -42,14 +42,11 @@ class Matcher:
             boundary, limiter = self.boundary(path, length)
             depth = path.deepest_closed(path.depth) if tree.closed else path.depth
         start = boundary * tree.page_size
-        sibling = None
-        if start >= length:
+        sibling = self.sibling(path, boundary, tokens, length) if self.can_copy else None
+        if sibling is not None:
+            start += sibling.tokens
+        elif start >= length:
             start = length - 1
-        elif self.can_copy and boundary == path.depth:
-            if not path.tier or not tree.closed or path.device_closed(boundary) >= boundary:
-                sibling = self._sibling(path, tokens, length)
-                if sibling is not None:
-                    start += sibling.tokens
         cuts: tuple[int, ...] = ()
         pending = 0
         if tree.slots:
@@ -136,9 +133,12 @@ class Matcher:
                         break
         return deepest
 
-    def _sibling(self, path: Path, tokens: bytes, length: int) -> Sibling | None:
-        """The real page beside the end of the path that shares most tokens with the prompt."""
+    def sibling(self, path: Path, boundary: int, tokens: bytes, length: int) -> Sibling | None:
+        """The real page beside the end of the path that shares most tokens with the prompt, if the first of them can be
+        copied: the prompt is served to the end of the path, and nothing of it must be loaded first."""
         tree = self.tree
+        if not self.can_copy or boundary < path.depth:
+            return None
         offset = path.depth * tree.page_bytes
         most = min(tree.page_size, length - 1 - path.depth * tree.page_size)
         if most < 1:
@@ -146,6 +146,8 @@ class Matcher:
         last = path.nodes[-1] if path.nodes else path.root.top
         inside = last.start + last.n > path.depth
         if not (inside or last.children):
+            return None
+        if path.tier and tree.closed and path.device_closed(boundary) < boundary:
             return None
         token = tokens[offset : offset + 4]
         if inside:

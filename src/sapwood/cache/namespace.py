@@ -35,7 +35,13 @@ class Namespace:
     def digest(self) -> bytes:
         """The parent of the first page's hash; empty for the default namespace, whose hashes are the plain chain.
 
-        Every field is tagged and framed by its length, so no two namespaces spell the same bytes.
+            sha256( "sapwood.namespace.1"
+                    "A" + length of adapter as u32 little-endian + adapter            if there is an adapter
+                    "S" + length of salt in UTF-8 as u32 little-endian + salt         if there is a salt
+                    "V" + version as u64 little-endian )                              always
+
+        Every field is tagged and framed by its length, so no two namespaces spell the same bytes. A KV event of a first
+        page has no parent (`parent_digest` is None) in any namespace: this digest is no page, and nobody announces it.
         """
         if self == _DEFAULT:
             return b""

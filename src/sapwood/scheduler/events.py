@@ -62,6 +62,11 @@ class SaveDone:
 
 @dataclass(frozen=True, slots=True)
 class LookupDone:
+    """The store was asked for the pages of a lookup. `pages`: how many of them, from the first on, it could serve so
+    that every group can begin behind them (a window needs its last pages there, a state its snapshot).
+    `cache.servable_run(lookup.start_page, there)` tells it; `there` says by group, one entry for each of the lookup's
+    hashes, what the store has. 0 if it has nothing or does not answer."""
+
     op: int
     pages: int
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from sapwood.cache import PageCopy
+from sapwood.cache import Operation, PageCopy, StoreOperation
 
 from .decode import Decoding
 from .events import Ended
+from .prefetch import Lookup
 from .request import Request
 
 Ints = npt.NDArray[np.int32]
@@ -72,11 +73,11 @@ class Plan:
     batch: Batch = field(default_factory=_no_rows)
     tables: dict[str, Ints] = field(default_factory=dict)
     copies: list[PageCopy] = field(default_factory=list)
-    loads: list[Any] = field(default_factory=list)
-    saves: list[Any] = field(default_factory=list)
-    lookups: list[Any] = field(default_factory=list)
-    fetches: list[Any] = field(default_factory=list)
-    backups: list[Any] = field(default_factory=list)
+    loads: list[Operation] = field(default_factory=list)
+    saves: list[Operation] = field(default_factory=list)
+    lookups: list[Lookup] = field(default_factory=list)
+    fetches: list[StoreOperation] = field(default_factory=list)
+    backups: list[StoreOperation] = field(default_factory=list)
     ended: list[Ended] = field(default_factory=list)
     wake_in: int | None = None
     changes: dict[str, tuple[Ints, Ints]] = field(default_factory=dict)

@@ -144,7 +144,8 @@ class Scheduler:
         self._book.end(request, "finish")
 
     def evict_namespace(self, namespace: Namespace) -> bool:
-        """Forget what is cached of a namespace. Requests bound to it end under it. Returns whether there was any."""
+        """Forget what is cached of a namespace on device and host; a store keeps what it has. Requests bound to it end
+        under it. Returns whether there was any."""
         return self.cache.evict_namespace(namespace)
 
     def flush(self) -> None:
