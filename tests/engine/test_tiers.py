@@ -102,7 +102,7 @@ def test_an_executor_that_raises_has_failed_its_step(tmp_path, caplog):
     """Whatever an executor raises is a failed step, logged: its rows are tried again and end well. What says that
     nothing can be trusted comes out.
 
-    Mutation: `EngineLoop._execute` lets the exception out, or swallows an AssertionError.
+    Mutation: `EngineLoop._finish` lets the exception out, or swallows an AssertionError.
     """
     machine = Machine("full")
     execute = machine.loop.executor.execute

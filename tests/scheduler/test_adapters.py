@@ -174,7 +174,7 @@ def test_l09_base_requests_are_never_put_off():
 def test_l10_an_adapter_that_could_not_be_scheduled_blocks_nobody(layout):
     """The request of adapter A comes first and finds no pages: it takes no place under the cap, so B runs.
 
-    Mutation: `Planner._prefill` enters an adapter into the gate when it is let in, not when its row is there.
+    Mutation: `Planner._fill` enters an adapter into the gate when it is let in, not when its row is there.
     """
     run = Run(*groups_of(layout, 16, pages=12), max_loras=1, headroom=0)
     run.submit("base", toks(1, 100), 20)
@@ -196,7 +196,7 @@ def test_l11_who_was_put_off_is_not_starved(most, mixed, policy):
     """A stream of requests of adapter A, of which one always runs, does not keep B out: after `max_overtaken` of them
     (and those of one plan) only the base model comes in until B can run.
 
-    Mutation: `Planner._prefill` does not close the gate.
+    Mutation: `Planner._fill` does not close the gate.
     """
     run = Run(full(200), max_loras=1, max_overtaken=most, mixed=mixed, policy=policy)
     run.submit("a", toks(1, 20), 6, namespace=A)

@@ -77,7 +77,7 @@ def test_s06_same_plans_in_two_processes(layout):
     """Two processes with different PYTHONHASHSEED, one given its requests in one call and one one by one, make the same
     plans, byte for byte, and tell the same ends and events.
 
-    Mutation: somewhere a hash decides: `Planner._prefill` sorts those that wait by `hash(request.id)`.
+    Mutation: somewhere a hash decides: `Planner._fill` sorts those that wait by `hash(request.id)`.
     """
     processes = [begin(layout, True, 1), begin(layout, False, 2)]
     one, other = (process.communicate()[0].strip() for process in processes)

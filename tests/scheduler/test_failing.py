@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from sapwood.cache import CacheGroup
 from sapwood.scheduler import Abort, Finish, RequestSpec, StepFailed
 
-from .driver import BASE, LAYOUTS, Run, adapter, answer, each_layout, full, groups_of, has_state, toks, window
+from .driver import (
+    BASE,
+    LAYOUTS,
+    Row,
+    Run,
+    adapter,
+    answer,
+    each_layout,
+    full,
+    groups_of,
+    has_state,
+    rows_of,
+    state,
+    toks,
+    window,
+)
 
 
 def poisoned(run: Run, *bad: str) -> list[list[str]]:
@@ -164,6 +181,97 @@ def test_s09_who_comes_meanwhile_waits_for_its_turn():
     run.idle().right_answers()
 
 
+# ---- S13
+
+each_overlap = pytest.mark.parametrize("overlap", [0, 1])
+STATEFUL = {**{name: groups_of(name, 16, pages=200) for name in LAYOUTS}, "state": [state(32)]}
+
+
+def troubled(run: Run, fails: Callable[[list[Row]], bool], most: int) -> int:
+    """Run to the end, planning ahead where that may be; steps fail as `fails` says of their rows. Returns how many."""
+    count = 0
+    while run.live or run.executor.flights:
+        plan = run.plan()
+        if plan.batch.ids and len(run.executor.flights) <= run.scheduler.config.overlap:
+            continue
+        flight = run.executor.flights[0]
+        if flight.doomed or not fails(rows_of(flight.plan)):
+            run.done()
+        else:
+            run.fail("poison")
+            count += 1
+        assert len(run.rows) < most, f"{sorted(run.live)} go on for ever"
+    return count
+
+
+@each_overlap
+@pytest.mark.parametrize("layout", STATEFUL)
+def test_s13_a_row_that_fails_beyond_its_first_chunk_ends_as_failed(layout, overlap):
+    """A prompt of several chunks, the second of which always fails. A model with state goes back to its beginning every
+    time, and its first chunk succeeds every time: the tries count all the same, and the others are served.
+
+    Mutation: `Request.computes` forgets tries at any progress; `Planner.strike` lets go of a row that has not got
+    beyond where it failed.
+    """
+    for others in (0, 3):
+        run = Run(*STATEFUL[layout], budget=64, max_tries=3, overlap=overlap, every=5)
+        run.submit("bad", toks(1, 200), 4)
+        for n in range(others):
+            run.submit(f"r{n}", toks(5 + n, 20), 8)
+        failed = troubled(run, lambda rows: any(row.id == "bad" and row.start > 0 for row in rows), 120)
+        assert run.ended["bad"].reason == "failed" and run.ended["bad"].detail == "poison"
+        assert {run.ended[f"r{n}"].reason for n in range(others)} <= {"length"}
+        assert 3 <= failed <= 3 + 4
+        run.idle().right_answers()
+        run.all_free()
+
+
+@each_overlap
+@pytest.mark.parametrize("layout", STATEFUL)
+def test_s13_every_second_step_fails(layout, overlap):
+    """Whoever is in it. Everybody ends, done or failed, in bounded work.
+
+    Mutation: `Request.computes` forgets tries at any progress; `Planner.strike` lets go of a row that has not got
+    beyond where it failed.
+    """
+    run = Run(*STATEFUL[layout], budget=64, max_tries=3, overlap=overlap, every=5)
+    run.submit_all([RequestSpec(f"r{n}", toks(n, 90 + n), 6) for n in range(4)])
+    at = iter(range(1 << 20))
+    troubled(run, lambda rows: next(at) % 2 == 1, 700)
+    assert {end.reason for end in run.ended.values()} <= {"length", "failed"} and len(run.ended) == 4
+    run.right_answers().all_free()
+
+
+@each_overlap
+@each_layout
+def test_s13_failures_in_company_use_up_no_try(layout, overlap):
+    """8 rows and 4 failures in a row with 3 tries: halving has not got to anybody alone, and nobody is given up.
+
+    Mutation: `Outcome.failed` counts a try for every row of the step.
+    """
+    for tries in (1, 3):
+        run = Run(*groups_of(layout, 16, pages=200), budget=1024, max_tries=tries, overlap=overlap)
+        run.submit_all([RequestSpec(f"r{n}", toks(n, 30), 5) for n in range(8)])
+        left = iter([True, True, True] + ([True] if tries > 1 else []))
+        troubled(run, lambda rows, left=left: next(left, False), 100)
+        assert {end.reason for end in run.ended.values()} == {"length"}
+        run.right_answers().all_free()
+
+
+@each_overlap
+def test_s13_who_was_only_in_the_later_plan_has_used_up_no_try(overlap):
+    """Bob comes with the plan behind ann's, whose every step fails. He is alone in none of them.
+
+    Mutation: `Outcome.failed` counts rows of the plans that go along.
+    """
+    run = Run(full(), budget=64, max_tries=1, overlap=overlap)
+    run.submit("ann", toks(1, 20), 5)
+    run.plan()
+    run.submit("bob", toks(2, 20), 5)
+    troubled(run, lambda rows: any(row.id == "ann" for row in rows), 60)
+    assert {id: end.reason for id, end in run.ended.items()} == {"ann": "failed", "bob": "length"}
+
+
 # ---- P09
 
 
@@ -222,7 +330,7 @@ def test_p09_what_failed_counts_as_done_for_nobody():
     """`cached` and `computed` add up to the prompt also if the step of the first chunk, of a later one and of the first
     decode failed; nothing counts twice.
 
-    Mutation: `Request.computes_to` is called when the plan is made.
+    Mutation: `Request.computes` is called when the plan is made.
     """
     run = Run(full(), budget=32)
     run.submit("ann", toks(1, 80), 3)

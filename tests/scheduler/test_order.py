@@ -30,7 +30,7 @@ def test_s01_first_come_first_served_within_a_priority(layout):
 def test_s01_who_came_first_computes_first():
     """A prompt that holds memory goes on before anybody new of its priority comes in; a more urgent one goes before it.
 
-    Mutation: `Planner._prefill` looks at those that wait before those that hold memory.
+    Mutation: `Planner._fill` looks at those that wait before those that hold memory.
     """
     run = Run(full(), budget=32)
     run.submit("long", toks(1, 100), 1)
@@ -64,7 +64,7 @@ def test_s01_a_long_prompt_does_not_starve(policy, most):
     """A prompt that needs nearly all memory gets it although shorter ones keep coming: at most `max_overtaken` (and
     those of the plan in which that number is passed) come in before it.
 
-    Mutation: `Planner._prefill` goes on admitting (no `free = 0`) behind one that was overtaken often enough.
+    Mutation: `Planner._fill` goes on admitting (no `free = 0`) behind one that was overtaken often enough.
     """
     run = Run(full(20), policy=policy, max_overtaken=most, budget=512)
     assert crowded(run, 80) <= most + 10
@@ -84,7 +84,7 @@ def test_s01_a_long_prompt_would_starve():
 def test_s01_a_short_prompt_is_not_stuck_behind_a_long_one(layout):
     """While the pages for a long prompt are not there, one that fits goes before it.
 
-    Mutation: `Planner._prefill` ends its loop (`break`) at the first that does not fit.
+    Mutation: `Planner._fill` ends its loop (`break`) at the first that does not fit.
     """
     run = Run(*groups_of(layout, 16, pages=12), headroom=0)
     run.submit("ann", toks(1, 100), 20)
