@@ -73,33 +73,36 @@ class Rows:
 
 
 class Ours(Rows):
-    def __init__(self, lengths: Sequence[int], groups: Sequence[CacheGroup], events: bool = False) -> None:
+    def __init__(
+        self, lengths: Sequence[int], groups: Sequence[CacheGroup], events: bool = False, overlap: int = 0
+    ) -> None:
         super().__init__(len(lengths))
         budget = sum(lengths) + len(lengths)
-        self.scheduler = ours.scheduler(PAGE, groups, len(lengths), budget, events=events)
+        self.scheduler = ours.scheduler(PAGE, groups, len(lengths), budget, events=events, overlap=overlap)
         self.events = events
+        self.plans: list[Any] = []  # in flight, oldest first
         specs = [ours.request(f"r{i}", tokens, NEW) for i, tokens in enumerate(prompts(lengths))]
         self.scheduler.submit(specs)
         self.warm()
 
     def warm(self) -> None:
         """Prefill until all rows decode."""
-        self.plan = self.scheduler.next_plan()
-        while len(self.plan.batch.ids) < self.rows or (self.plan.batch.lengths != 1).any():
+        self.plans = [self.scheduler.next_plan() for _ in range(1 + self.scheduler.config.overlap)]
+        while len(self.plans[-1].batch.ids) < self.rows or (self.plans[-1].batch.lengths != 1).any():
             self.step()
 
     def step(self) -> float:
         scheduler = self.scheduler
-        assert self.plan.step is not None
-        tokens = self.rng.integers(1, 150_000, int(self.plan.batch.samples.sum()), np.int32)
-        event: list[Any] = [StepDone(self.plan.step, tokens)]
-        event += [SaveDone(save.op, True) for save in self.plan.saves]
+        plan = self.plans.pop(0)
+        tokens = self.rng.integers(1, 150_000, int(plan.batch.samples.sum()), np.int32)
+        event: list[Any] = [StepDone(plan.step, tokens)]
+        event += [SaveDone(save.op, True) for save in plan.saves]
         begin = clock()
         scheduler.advance(event)
         if self.events:
             scheduler.drain_events()
-        self.plan = scheduler.next_plan()
-        ours.read(self.plan)
+        self.plans.append(scheduler.next_plan())
+        ours.read(self.plans[-1])
         return clock() - begin
 
 
@@ -183,6 +186,15 @@ def many_groups(repeats: int) -> Iterator[Figure]:
         yield Figure(what, taken["mixed"].over(taken["plain"]), "ratio", bar, _beside(mixed, taken["mixed"]))
 
 
+def ahead(repeats: int) -> Iterator[Figure]:
+    """Every plan is made before the tokens of the one before it are known."""
+    for rows, bar in ((64, None), (1024, 1.15)):
+        plain, early = Ours(spread(rows), ours.full(PAGES)), Ours(spread(rows), ours.full(PAGES), overlap=1)
+        taken = alternate(repeats, plain=plain.run, early=early.run)
+        what = f"decode, two plans in flight / one, {rows:,}"
+        yield Figure(what, taken["early"].over(taken["plain"]), "ratio", bar, _beside(early, taken["early"]))
+
+
 def write_through(rows: int = 1024) -> Iterator[Figure]:
     """Every page that is filled goes to host as well, in spans of 32: so over as many steps as fill a span."""
     plain = Ours(spread(rows), ours.full(PAGES))
@@ -198,4 +210,5 @@ def figures(repeats: int) -> Iterator[Figure]:
     yield from against_peer(repeats)
     yield from crossing(repeats)
     yield from many_groups(repeats)
+    yield from ahead(repeats)
     yield from write_through()

@@ -30,7 +30,7 @@ def read(plan: Plan) -> None:
     """Take in hand what a runner must have."""
     batch = plan.batch
     _ = batch.ids, batch.slots, batch.starts, batch.lengths, batch.tokens, batch.cached, batch.samples
-    _ = batch.write_from, batch.adapters, plan.tables, plan.copies, plan.ended
+    _ = batch.write_from, batch.adapters, plan.tables, plan.copies, plan.ended, plan.changes, plan.seated
 
 
 def sampled(plan: Plan, token: int) -> list[StepDone]:

@@ -180,7 +180,8 @@ class Book:
     def end(self, request: Request, reason: Reason, detail: str = "") -> None:
         """A request is over, in whatever phase it is."""
         phase = request.phase
-        position, generated, reading = self.position(request), self.generated(request), self.reading(request)
+        position, generated = self.position(request), self.generated(request)
+        reading = self.reading(request) if self.flights else None
         request.happens("its end")
         if phase is DECODING:
             self.decoding.drop(request)

@@ -47,7 +47,8 @@ class Outcome:
         retired = [request for request in flight.retired if request.lease is not None]
         if decodes:
             crossed = decoding.advance(flight.decodes, flight.generation, tokens[:decodes])
-            self._publish(crossed, retired)
+            if crossed or retired:
+                self._publish(crossed, retired)
             if not self.config.mixed:
                 for request in flight.decodes:
                     request.overtaken = 0

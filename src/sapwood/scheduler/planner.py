@@ -120,8 +120,8 @@ class Planner:
         if decodes:
             decoding.issued()
         tables = book.tables
-        plan = Plan(self.number, batch, tables.arrays, self.copies, [], [], [], [], [], [])
-        plan.changes, plan.seated = tables.take_changes(), tables.take_seated()
+        changes, seated = tables.take_changes(), tables.take_seated()
+        plan = Plan(self.number, batch, tables.arrays, self.copies, [], [], [], [], [], [], None, changes, seated)
         if book.transfers.under_way:
             plan.loads, plan.saves = book.transfers.take()
         if self.config.store:
@@ -212,12 +212,12 @@ class Planner:
         if not fresh:
             return
         fresh.sort()
-        book, number, last = self.book, self.number, fresh[-1]
+        book, number, last, pending = self.book, self.number, fresh[-1], self.pending
         others = [*book.waiting.items, *book.prefilling.items]
         if not decodes:
             others += book.decoding.requests
         for request in others:
-            if request.arrival < last and request.step != number and request not in self.pending:
+            if request.arrival < last and request.step != number and not (pending and request in pending):
                 if request.phase is not PREFILLING or len(request.tokens) > 4 * request.position:
                     before = request.overtaken
                     request.overtaken += len(fresh) - bisect_left(fresh, request.arrival)
