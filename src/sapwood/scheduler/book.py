@@ -64,7 +64,10 @@ class Book:
     @property
     def live(self) -> int:
         """Requests that hold memory, or whose rows still run."""
-        return len(self.owners) + sum([len(flight.left) for flight in self.flights])
+        live = len(self.owners)
+        for flight in self.flights:
+            live += len(flight.left)
+        return live
 
     def holders(self) -> Iterator[Request]:
         """Everybody who holds memory."""
