@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 
 from sapwood.scheduler import Ended
 from sapwood.sim.depot import Depot
+from sapwood.sim.executor import Life
 from sapwood.sim.traffic import Traffic
 from sapwood.store import Breaker, Faults
 from sapwood.store.process import CAN_START
@@ -49,8 +50,9 @@ REMEMBERED = 100_000  # values the witnesses know by heart; of more, some are ch
 
 
 class Soak:
-    def __init__(self, seed: int, uri: str) -> None:
+    def __init__(self, seed: int, uri: str, overlap: int | None = None) -> None:
         rng = self.random = random.Random(seed)
+        self.overlap = overlap  # plans ahead; None: either
         self.uri = uri
         where = parse(uri)
         self.folder = Path(urlsplit(uri).path) if where.scheme == "file" else None
@@ -58,6 +60,7 @@ class Soak:
         self.layout = rng.choice(LAYOUTS)
         self.depot = Depot()
         self.counts = Counter[str]()
+        self.leaving: list[tuple[Machine, Life]] = []  # have ended, and may have a row in flight
         self.engines = [self.engine(at) for at in range(2)]
         longest = min(PAGE * group.device_pages for engine in self.engines for group in engine.groups[:1])
         self.traffic = Traffic(rng.getrandbits(32), PAGE, min(longest, 16 * PAGE), 97, rng.random() < 0.5)
@@ -88,6 +91,7 @@ class Soak:
             fetch_ticks=rng.choice([20, 500]),
             headroom=rng.choice([0, 64]),
             policy=rng.choice(["fcfs", "prefix"]),
+            overlap=rng.choice([0, 1]) if self.overlap is None else self.overlap,
         )
         machine.mover.chance = rng.choice([0.2, 1.0])
         machine.cache._publisher.save_pages = rng.choice([1, 2, 16])
@@ -200,12 +204,18 @@ class Soak:
         if not engine.ended:
             return
         engine.right_answers()
-        for id, end in engine.ended.items():
-            life = engine.lives.pop(id)
+        for name, end in engine.ended.items():
+            life = engine.lives.pop(name)
             self.add(end)
-            self.traffic.ended(engine.specs.pop(id), life.known, end.reason in ("stop", "length"))
-            del engine.said[id], engine.witness.double.requests[life.name]
+            known = life.known[: life.prompt + end.generated]
+            self.traffic.ended(engine.specs.pop(name), known, end.reason in ("stop", "length"))
+            del engine.said[name]
+            self.leaving.append((engine, life))
         engine.ended.clear()
+        running = {id(life) for each in self.engines for flight in each.witness.flights for life in flight.lives}
+        for gone, life in [(gone, life) for gone, life in self.leaving if id(life) not in running]:
+            del gone.witness.double.requests[life.name]
+        self.leaving = [(gone, life) for gone, life in self.leaving if id(life) in running]
 
     def add(self, end: Ended) -> None:
         self.counts[f"ended: {end.reason}"] += 1
@@ -229,16 +239,16 @@ class Soak:
                 assert engine.cache.stats()["pages"][group.name]["host"]["capacity"] == group.host_pages
 
 
-def soak(seconds: float, seed: int, uri: str = "") -> tuple[str, Soak]:
+def soak(seconds: float, seed: int, uri: str = "", overlap: int | None = None) -> tuple[str, Soak]:
     """Run one. AssertionError with what repeats it, if anything is wrong."""
     folder = None if uri else tempfile.mkdtemp(prefix="sapwood-soak-")
     try:
-        run = Soak(seed, uri or f"file://{folder}/store?size={SIZE}")
+        run = Soak(seed, uri or f"file://{folder}/store?size={SIZE}", overlap)
         return run.run(seconds), run
     except BaseException as error:
-        again = f"python -m tests.engine.soak --minutes {seconds / 60:g} --seed {seed}" + (
-            f" --uri '{uri}'" if uri else ""
-        )
+        again = f"python -m tests.engine.soak --minutes {seconds / 60:g} --seed {seed}"
+        again += f" --uri '{uri}'" if uri else ""
+        again += f" --overlap {overlap}" if overlap is not None else ""
         raise AssertionError(f"{type(error).__name__}: {error}; to repeat: {again}") from error
     finally:
         if folder:
@@ -250,11 +260,12 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=None, help="default: one that is drawn, and printed")
     parser.add_argument("--uri", default="", help=f"a store of its own; default: files in a folder, {SIZE}")
+    parser.add_argument("--overlap", type=int, choices=(0, 1), help="plans ahead; default: either")
     given = parser.parse_args()
     seed = random.randrange(2**32) if given.seed is None else given.seed
     sys.stdout.write(f"seed {seed}\n")
     sys.stdout.flush()
-    told, _ = soak(given.minutes * 60, seed, given.uri)
+    told, _ = soak(given.minutes * 60, seed, given.uri, given.overlap)
     sys.stdout.write(told + "\n")
 
 
