@@ -644,8 +644,10 @@ def test_t20_what_is_settled_while_the_lock_is_kept(tmp_path: Path) -> None:
     one.end_count(one.begin_count(), 0)
     assert one.take(5000) == 0
     with two._locked():
-        one.settle(5000, 1000)
-        assert two.used() == 5000
+        thread = threading.Thread(target=one.settle, args=(5000, 1000))
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive() and two.used() == 5000
     assert one.take(0) == 0 and two.used() == 1000
     assert two.begin_count().owed == 0
     one.close()
