@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import resource
 import signal
+import socket
+import stat
+import struct
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from sapwood.store import StoreError, open_store
+from sapwood.store import Breaker, StoreError, open_store
 from sapwood.store.file import FileBackend
 from sapwood.store.ledger import UNCOUNTED, Ledger, charge
 
@@ -28,6 +33,12 @@ ROOT = Path(__file__).parent.parent.parent
 
 def uri(folder: Path, size: str = "100MiB") -> str:
     return f"file://{folder}?size={size}"
+
+
+def places(folder: Path, names: Sequence[object]) -> list[Path]:
+    """The files of these pages, which one group has."""
+    files = kit.values_in(folder)
+    return [file for name in names for file in files if kit.hash_of(name) in file.read_bytes()[:128]]
 
 
 # ---- a process of its own: backs up pages in a random order for ever, and reads what it or others wrote
@@ -242,8 +253,7 @@ def test_torn_files_are_misses(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     with kit.Desk(uri(folder)) as desk:
         desk.put(range(6), ["full"])
-        files = sorted(kit.values_in(folder))
-        order = [file for name in range(6) for file in files if kit.hash_of(name) in file.read_bytes()[:128]]
+        order = places(folder, range(6))
         os.truncate(order[0], 0)
         os.truncate(order[1], 100)
         os.truncate(order[2], order[2].stat().st_size - 1)
@@ -399,6 +409,251 @@ def test_quick_start_with_many_files(tmp_path: Path) -> None:
         assert backend._scanned.wait(20) and desk.store.stats()["backend"]["known"] > 20_000
 
 
+# ---- what does not belong there
+
+
+def a_socket(path: Path) -> None:
+    here = os.getcwd()
+    os.chdir(path.parent)  # the name of a socket is short
+    with socket.socket(socket.AF_UNIX) as end:
+        end.bind(path.name)
+    os.chdir(here)
+
+
+def a_full_folder(path: Path) -> None:
+    path.mkdir()
+    (path / "letter").write_text("mine")
+
+
+FOREIGN: dict[str, Callable[[Path], object]] = {
+    "fifo": os.mkfifo,
+    "socket": a_socket,
+    "link": lambda path: path.symlink_to(path.parent.parent / "sapwood-store"),
+    "dangling link": lambda path: path.symlink_to("/nowhere"),
+    "folder": Path.mkdir,
+    "full folder": a_full_folder,
+}
+if os.geteuid() == 0:
+    FOREIGN["device"] = lambda path: os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero: never ends
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_t20_something_else_in_a_values_place(tmp_path: Path, kind: str) -> None:
+    """One of four values was replaced by something that is no file: a miss, at once, that costs its own key alone and
+    says nothing against the store. It is removed and the page can be kept again, unless it is a folder with something
+    in it. What is counted is what the files take.
+
+    Mutation: `_open` leaves out O_NONBLOCK, O_NOFOLLOW, or the look at what it opened; `exists` believes in whatever is
+    there; `remove` frees what was never counted, or does not take a folder away.
+    """
+    folder = tmp_path / "store"
+    stays = kind == "full folder"
+    with kit.Desk(uri(folder), breaker=Breaker(failures=1)) as desk:
+        desk.put(range(4), ["full"])
+        place = places(folder, range(4))[1]
+        place.unlink()
+        FOREIGN[kind](place)
+        backend = desk.store._backend
+        assert isinstance(backend, FileBackend)
+        backend._scan()
+        assert desk.exists(range(4), ["full"]).ok["full"].tolist() == [True, False, True, True]
+        got = desk.get(range(4), ["full"], timeout=3)
+        assert (got.ok["full"].tolist(), got.failed) == ([True, False, True, True], "")
+        assert os.path.lexists(place) == stays
+        got = desk.get([1], ["full"], timeout=3)
+        assert (got.run(), got.failed) == (0, "")
+        if not stays:
+            FOREIGN[kind](place)
+        put = desk.put(range(6), ["full"], timeout=3)  # also where something else is
+        assert (put.ok["full"].tolist(), put.failed) == ([True, not stays, True, True, True, True], "")
+        put = desk.put([1], ["full"], timeout=3)
+        assert (put.run(), put.failed) == (int(not stays), "")
+        assert desk.get([1], ["full"]).run() == int(not stays)
+        FOREIGN[kind](place.parent / ("0" * 64))  # nobody asks for it
+        backend._scan()
+        assert backend._ledger.used() == sum(
+            charge(path.stat().st_size) for path in kit.values_in(folder) if not path.is_symlink()
+        )
+        assert desk.store.breaker.opened == desk.store.write_breaker.opened == 0
+        if stays:
+            assert (place / "letter").read_text() == "mine"
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE, errno.EIO])
+def test_t20_a_value_that_cannot_be_opened(tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One file's open fails: its neighbours come. One that may not be read is in the way, and goes; any other error may
+    be over soon.
+
+    Mutation: `get` lets the error of one key end the part; `_FOREIGN` leaves out EACCES, or has EMFILE.
+    """
+    folder = tmp_path / "store"
+    really = os.open
+    with kit.Desk(uri(folder)) as desk:
+        desk.put(range(4), ["full"])
+        place = places(folder, range(4))[1]
+
+        def refusing(path: str, *words: int) -> int:
+            if path == str(place):
+                raise OSError(code, os.strerror(code))
+            return really(path, *words)
+
+        monkeypatch.setattr(os, "open", refusing)
+        got = desk.get(range(4), ["full"])
+        assert (got.ok["full"].tolist(), got.failed) == ([True, False, True, True], "")
+        assert desk.store.stats()["failed"] == int(code != errno.EACCES)
+        assert place.exists() == (code != errno.EACCES)
+        monkeypatch.undo()
+        assert desk.put([1], ["full"]).run() == 1 and desk.get(range(4), ["full"]).run() == 4
+
+
+def test_t20_files_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest file cannot be removed: that costs one page at most, others go in its stead, and the limit holds.
+
+    Mutation: `remove` lets the error of one file end it all.
+    """
+    folder = tmp_path / "store"
+    really = os.unlink
+    with kit.Desk(uri(folder, "1MiB"), pages=40) as desk:
+        desk.put(range(14), ["full"])
+        place = places(folder, range(14))[0]
+
+        def refusing(path: str) -> None:
+            if path == str(place):
+                raise PermissionError(errno.EPERM, "it is immutable")
+            really(path)
+
+        monkeypatch.setattr(os, "unlink", refusing)
+        put = desk.put(range(20, 34), ["full"])
+        assert put.ok["full"].sum() >= 13 and put.failed == ""
+        assert place.exists() and kit.within(folder, MIB) > MIB // 2
+
+
+DAMAGED = {
+    "all ones": b"\xff" * 64,
+    "ones, and short": b"\xff" * 20,
+    "zeros": bytes(36),
+    "a line": b"0\n",
+    "nothing used": struct.pack("<QQ", 0, 0),
+    "more than any disk": struct.pack("<QQ", 2**61, 2**61),
+    "as much taken as can be": struct.pack("<QQ", 100, 2**64 - 1),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+@pytest.mark.parametrize("when", ["in use", "closed"])
+def test_t20_a_damaged_ledger_is_counted_again(tmp_path: Path, kind: str, when: str) -> None:
+    """The record of what is used is overwritten with nonsense, while a store runs or is closed: the next put counts the
+    files and is kept; nothing that was there is lost, and the limit holds.
+
+    Mutation: `_read` believes a record whatever its checksum; `end_count` uses what was taken since another record.
+    """
+    folder = tmp_path / "store"
+
+    def damage() -> None:
+        with (folder / "usage").open("r+b") as file:
+            file.write(DAMAGED[kind])
+            if "short" in kind or "line" in kind:
+                file.truncate()
+
+    with contextlib.ExitStack() as stack:
+        desk = stack.enter_context(kit.Desk(uri(folder, "1MiB"), pages=40))
+        desk.put(range(8), ["full"])
+        if when == "closed":
+            desk.store.close()
+        damage()
+        if when == "closed":
+            desk = stack.enter_context(kit.Desk(uri(folder, "1MiB"), pages=40))
+        assert desk.put([20], ["full"]).run() == 1
+        assert desk.get(range(8), ["full"]).run() == 8
+        used = desk.store.stats()["backend"]["used"]
+        assert used == sum(charge(path.stat().st_size) for path in kit.values_in(folder))
+        assert desk.put(range(30, 44), ["full"]).run() == 14
+        kit.within(folder, MIB)
+
+
+def test_t20_a_ledger_that_is_damaged_during_a_count(tmp_path: Path) -> None:
+    """The record is lost while the files are being counted: that count is worth nothing, and the next one is.
+
+    Mutation: `end_count` uses what was taken since another record.
+    """
+    ledger = Ledger(str(tmp_path), 10_000)
+    ledger.end_count(ledger.begin_count(), 0)
+    assert ledger.take(5000) == 0
+    ledger.settle(5000, 5000)
+    mark = ledger.begin_count()
+    os.truncate(tmp_path / "usage", 0)
+    assert ledger.end_count(mark, 5000) == UNCOUNTED == ledger.take(1)
+    assert ledger.end_count(ledger.begin_count(), 5000) == 5000 and ledger.take(5001) == 1
+    ledger.close()
+
+
+FROZEN = """
+import sys, time
+from sapwood.store.ledger import Ledger
+ledger = Ledger(sys.argv[1], 2**20)
+with ledger._locked():
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_t20_a_frozen_process_keeps_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process is stopped while it has the ledger. Who is open goes on reading; a put is not kept, and says so soon.
+    Who wants to open the store is told why it cannot. When the process is gone all is as before.
+
+    Mutation: `_lock` waits for the lock as long as it takes; or `get` needs the ledger.
+    """
+    monkeypatch.setattr("sapwood.store.ledger._OPENING", 0.5)
+    folder = tmp_path / "store"
+    with kit.Desk(uri(folder), breaker=Breaker(failures=1, seconds=0.1)) as desk:
+        desk.put(range(4), ["full"])
+        place = places(folder, range(4))[3]
+        process = run_python(FROZEN, str(folder))
+        killer = threading.Timer(40, process.kill)  # so that a store that waits for it fails this test
+        try:
+            ready(process)
+            process.send_signal(signal.SIGSTOP)
+            began = time.monotonic()
+            killer.start()
+            with pytest.raises(StoreError, match=r"file store .*/store: another process has kept the lock .* 0\.5 s"):
+                open_store(uri(folder), kit.fingerprint())
+            assert time.monotonic() - began < 5
+            assert desk.get(range(4), ["full"], timeout=5).run() == 4
+            put = desk.put(["new"], ["full"], timeout=30)
+            assert (put.run(), put.failed) == (0, "error") and time.monotonic() - began < 15
+            assert desk.store.write_breaker.opened == 1, "one that takes nothing is not asked all the time"
+            os.truncate(place, 100)
+            got = desk.get(range(4), ["full"], timeout=30)
+            assert (got.run(), got.failed) == (3, ""), "what is bad goes when it can"
+        finally:
+            killer.cancel()
+            process.kill()
+            process.wait()
+        kit.until(lambda: desk.store.write_breaker.state != "open", 5, "the next probe")
+        assert desk.put(["new"], ["full"]).run() == 1
+        assert open_store(uri(folder), kit.fingerprint()).close()
+
+
+def test_t20_what_is_settled_while_the_lock_is_kept(tmp_path: Path) -> None:
+    """A process took room, and cannot get the lock back to say what became of it: that is written down with its next
+    use of the ledger.
+
+    Mutation: `settle` forgets what it could not write down.
+    """
+    one, two = Ledger(str(tmp_path), 10_000), Ledger(str(tmp_path), 10_000)
+    one.end_count(one.begin_count(), 0)
+    assert one.take(5000) == 0
+    with two._locked():
+        thread = threading.Thread(target=one.settle, args=(5000, 1000))
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive() and two.used() == 5000
+    assert one.take(0) == 0 and two.used() == 1000
+    assert two.begin_count().owed == 0
+    one.close()
+    two.close()
+
+
 # ---- disks
 
 
@@ -453,7 +708,8 @@ def test_a_file_size_limit(tmp_path: Path) -> None:
 
 
 def test_places_that_cannot_be_used(tmp_path: Path) -> None:
-    """Refused at the start, in words: not a folder, not writable, somebody else's, another version, too small.
+    """Refused at the start, in words: not a folder, not writable, somebody else's, another version, no file at all, too
+    small.
 
     Mutation: `_claim` takes any folder.
     """
@@ -474,6 +730,11 @@ def test_places_that_cannot_be_used(tmp_path: Path) -> None:
     (newer / "sapwood-store").write_text("sapwood file store 2\n")
     with pytest.raises(StoreError, match=r"'sapwood file store 2', and this Sapwood reads 'sapwood file store 1'"):
         open_store(uri(newer), print_)
+    pipe = tmp_path / "pipe"
+    pipe.mkdir()
+    os.mkfifo(pipe / "sapwood-store")
+    with pytest.raises(StoreError, match=r"it is '', and this Sapwood reads"):
+        open_store(uri(pipe), print_)
     store = open_store(uri(tmp_path / "small", "10KiB"), print_)
     with pytest.raises(StoreError, match=r"size of file store .* is 10240 bytes; one page of group 'full' needs 70144"):
         store.register("full", kit.arena(2, 64 * KIB))

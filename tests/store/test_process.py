@@ -148,6 +148,28 @@ def test_the_breaker_opens_and_no_call_waits_while_there_is_no_process(tmp_path:
         assert desk.get([1], ["full"]).run() == 1
 
 
+def test_a_store_whose_process_runs_again_is_asked_at_once(tmp_path: Path) -> None:
+    """The process is killed and started again: jobs are taken as soon as it runs, not when the breakers would have
+    tried by themselves. A kind of job that had failed before opens the breaker again with its next failure.
+
+    Mutation: `_hear` leaves a breaker open when the process is ready; or `renew` forgets the failures.
+    """
+    with away(f"file://{tmp_path}/store?size=10MiB", breaker=Breaker(failures=3, seconds=1000)) as desk:
+        desk.put([1], ["full"])
+        desk.store.breaker.failure("exists")
+        desk.store.breaker.failure("exists")
+        pid = pid_of(desk)
+        os.kill(pid, signal.SIGKILL)
+        kit.until(lambda: (desk.store.poll(), desk.store.breaker.state)[1] == "open", 5, "its end to be noticed")
+        assert desk.store.write_breaker.state == "open"
+        back(desk)
+        assert (desk.store.breaker.state, desk.store.write_breaker.state) == ("closed", "closed")
+        assert desk.get([1], ["full"]).run() == 1 and desk.put([2], ["full"]).run() == 1
+        assert desk.store.breaker.failure("exists"), "the third in a row"
+        breaker = desk.store.breaker
+        assert (breaker.opened, breaker.recovered, desk.store.write_breaker.recovered) == (2, 1, 1)
+
+
 PARENT = """
 import sys, time
 from tests.store import kit

@@ -4,32 +4,39 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
+
+_ONE = (1).to_bytes(8, sys.byteorder)
+_ALL = 1 << 16  # bytes: as much as a pipe holds
 
 
 class Bell:
-    """`fileno()` is readable from `ring` to `clear`."""
+    """`fileno()` is readable from `ring` to `clear`.
+
+    Every `ring` writes and every `clear` reads: a flag that spares the call would be set or read at another moment
+    than the file, and a wake-up would be lost in between. Clear first, then look for work: a ring that comes after the
+    look is still there at the next wait.
+    """
 
     def __init__(self) -> None:
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._read, False)
-        os.set_blocking(self._write, False)
-        self._rung = False
+        if hasattr(os, "eventfd"):
+            self._read = self._write = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        else:  # not Linux
+            self._read, self._write = os.pipe()
+            os.set_blocking(self._read, False)
+            os.set_blocking(self._write, False)
 
     def fileno(self) -> int:
         return self._read
 
     def ring(self) -> None:
-        if not self._rung:  # whoever clears it looks afterwards: what came before this is seen
-            self._rung = True
-            with contextlib.suppress(BlockingIOError):
-                os.write(self._write, b"!")
+        with contextlib.suppress(BlockingIOError):  # it is full of rings that nobody has cleared
+            os.write(self._write, _ONE)
 
     def clear(self) -> None:
-        if self._rung:
-            self._rung = False
-            with contextlib.suppress(BlockingIOError):
-                os.read(self._read, 64)
+        with contextlib.suppress(BlockingIOError):  # nobody has rung
+            os.read(self._read, _ALL)
 
     def __del__(self) -> None:
-        os.close(self._read)
-        os.close(self._write)
+        for file in {self._read, self._write}:
+            os.close(file)

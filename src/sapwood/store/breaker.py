@@ -69,10 +69,7 @@ class Breaker:
             self._rows.pop(kind, None)
             closes = self._opened_at is not None and self._probing
             if closes:
-                self._opened_at = None
-                self._probing = False
-                self.recovered += 1
-                self._rows = {other: min(n, self._limit - 1) for other, n in self._rows.items()}
+                self._close()
             return closes
 
     def failure(self, kind: str = "") -> bool:
@@ -96,6 +93,18 @@ class Breaker:
             self.opened += self._opened_at is None
             self._opened_at = self._clock()
             self._probing = False
+
+    def renew(self) -> None:
+        """There is somebody to ask again: as after a probe that went well."""
+        with self._lock:
+            if self._opened_at is not None:
+                self._close()
+
+    def _close(self) -> None:
+        self._opened_at = None
+        self._probing = False
+        self.recovered += 1
+        self._rows = {kind: min(n, self._limit - 1) for kind, n in self._rows.items()}
 
     def unknown(self) -> None:
         """What was let through ended without asking the store: somebody else may be the probe."""

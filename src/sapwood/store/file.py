@@ -16,6 +16,7 @@ import fcntl
 import hashlib
 import mmap
 import os
+import stat
 import threading
 import time
 from array import array
@@ -33,8 +34,12 @@ from .values import HEAD_BYTES, Item
 VERSION = 1
 _MARK = "sapwood-store"
 _BLOCK = 4096  # the header's room: so that pages can be read straight from the disk to where they belong
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# No room for this page, and nothing against the others; ENOTEMPTY: a folder with something in it is in its place.
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOTEMPTY}
+# From opening what is no value: a link, a socket, a device that is not there, a file of somebody else.
+_FOREIGN = {errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EACCES, errno.EPERM}
 _FRESH = 30.0  # seconds within which a second use of a file is not written to disk
+_GOING = 1024  # files that go at once: others wait for the ledger meanwhile
 
 
 class Known(NamedTuple):
@@ -56,6 +61,8 @@ class FileBackend(Backend):
             os.makedirs(root, mode=0o700, exist_ok=True)
             _claim(root)
             self._ledger = Ledger(root, limit)
+        except TimeoutError as error:
+            raise StoreError(f"file store {root}: {error}") from None
         except OSError as error:
             raise StoreError(
                 f"file store {root}: {_said(error)}; the folder must be one this user can write to"
@@ -90,7 +97,7 @@ class FileBackend(Backend):
         there = []
         for name in names:
             self.gate.give_way()
-            there.append(os.path.exists(self._path(_digest(name))))
+            there.append(_is_file(self._path(_digest(name))))
         return there
 
     def get(self, items: Sequence[Item]) -> Iterator[Got]:
@@ -102,9 +109,15 @@ class FileBackend(Backend):
             for i, item in enumerate(items):
                 digest = _digest(item.name)
                 try:
-                    fd = os.open(self._path(digest), os.O_RDONLY)
+                    fd = _open(self._path(digest))
                 except (FileNotFoundError, NotADirectoryError):
                     yield Got(i, b"", MISSING)
+                    continue
+                except OSError:  # too many open files, a bad sector: this one key
+                    yield Got(i, b"", FAILED)
+                    continue
+                if fd is None:  # as a file with nothing in it: a miss, and the store deletes it
+                    yield Got(i, b"", 0)
                     continue
                 try:
                     self.gate.give_way()
@@ -215,6 +228,9 @@ class FileBackend(Backend):
             except FileNotFoundError:
                 os.makedirs(os.path.dirname(place), mode=0o700, exist_ok=True)
                 os.rename(temporary, place)
+            except IsADirectoryError:  # whatever else is there has been replaced
+                os.rmdir(place)
+                os.rename(temporary, place)
         except BaseException:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
@@ -266,9 +282,10 @@ class FileBackend(Backend):
         )
 
     def _evict(self, over: int) -> bool:
-        """Let files go that count at least `over`, or as much as is known. False if nothing went."""
+        """Let files go that count at least `over`, or as much as is known, or as many as others can wait for. False if
+        nothing went."""
         going: list[bytes] = []
-        while over > 0:
+        while over > 0 and len(going) < _GOING:
             self.gate.give_way()
             with self._lock:
                 if not self._index:
@@ -276,8 +293,8 @@ class FileBackend(Backend):
                 digest, known = self._index.popitem(last=False)
                 self._known -= known.charge
             try:
-                used = os.stat(self._path(digest)).st_mtime
-            except FileNotFoundError:
+                used = os.lstat(self._path(digest)).st_mtime
+            except OSError:
                 continue
             if used > known.used + 1:  # another process needed it since
                 self._note(digest, known.charge, used)
@@ -298,8 +315,10 @@ class FileBackend(Backend):
     def _there(self, digest: bytes, size: int) -> bool:
         """Is a file of this size there already? Then that is a use of it."""
         try:
-            fd = os.open(self._path(digest), os.O_RDONLY)
+            fd = _open(self._path(digest))
         except OSError:
+            return False
+        if fd is None:
             return False
         try:
             self.gate.give_way()
@@ -358,17 +377,19 @@ class FileBackend(Backend):
                     return
                 try:
                     entries = os.scandir(f"{self.root}/{shard:02x}")
-                except FileNotFoundError:
+                except (FileNotFoundError, NotADirectoryError):
                     continue
                 with entries:
                     for entry in entries:
                         try:
-                            stat = entry.stat(follow_symlinks=False)
+                            found = entry.stat(follow_symlinks=False)
                             digest = bytes.fromhex(entry.name)
                         except (FileNotFoundError, ValueError):
                             continue
-                        times.append(stat.st_mtime)
-                        costs.append(charge(stat.st_size))
+                        if not stat.S_ISREG(found.st_mode):
+                            continue
+                        times.append(found.st_mtime)
+                        costs.append(charge(found.st_size))
                         digests.append(digest)
                         self.gate.give_way()
             index: OrderedDict[bytes, Known] = OrderedDict()
@@ -408,6 +429,33 @@ def _digest(name: str) -> bytes:
     return hashlib.sha256(name.encode()).digest()
 
 
+def _open(path: str) -> int | None:
+    """A value's file, to be read. None if something else is in its place, which must neither be waited for (a FIFO) nor
+    read (a device, what a link points to), or if it may not be read."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno in _FOREIGN:
+            return None
+        raise
+    try:
+        regular = stat.S_ISREG(os.fstat(fd).st_mode)
+    except OSError:
+        os.close(fd)
+        raise
+    if not regular:
+        os.close(fd)
+        return None
+    return fd
+
+
+def _is_file(path: str) -> bool:
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except OSError:
+        return False
+
+
 def _said(error: OSError) -> str:
     return (error.strerror or type(error).__name__).lower()
 
@@ -427,7 +475,7 @@ def _claim(root: str) -> None:
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(mine)
-    with open(path, errors="replace") as file:
+    with open(path, errors="replace", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         found = file.read(100)
     if found != right:
         raise StoreError(

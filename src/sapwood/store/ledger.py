@@ -1,11 +1,12 @@
 """How many bytes a folder holds, counted by all processes that use it together, so that a limit holds at all times.
 
 Room is taken before a file is written and given back after it is gone. Whoever is killed in between leaves the count
-too high, never too low; counting the files again sets it right. All of it is under one file lock, which the kernel
-lets go of when a process dies.
+too high, never too low; counting the files again sets it right, and so it does if the record is damaged. All of it is
+under one file lock, which the kernel lets go of when a process dies. For one that is stopped while it has the lock
+nobody waits long: what needs the ledger fails, with a TimeoutError, and values can be read all the same.
 
-    usage               used | taken since ever | boot       one record, changed under the lock
-    tmp/<owner>.owner   taken and not settled                one a process, locked while it lives
+    usage               used | taken since ever | boot | checksum    one record, changed under the lock
+    tmp/<owner>.owner   taken and not settled                        one a process, locked while it lives
     tmp/<owner>.<n>     files being written by that process
 """
 
@@ -15,22 +16,35 @@ import contextlib
 import fcntl
 import itertools
 import os
+import stat
 import struct
 import threading
+import time
 import uuid
+import zlib
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 _USAGE = struct.Struct("<QQ16s")
+_CHECK = struct.Struct("<I")  # of the record before it
 _OWED = struct.Struct("<Q")
 UNCOUNTED = 2**62  # more than any limit: nothing can be taken before the files have been counted
 _BLOCK = 4096
 _ENTRY = 512  # what a file costs beside its blocks: its entry in a folder, its inode
+_OPENING = 5.0  # seconds that one who opens the folder waits for the lock
+_PATIENCE = 1.0  # the same later: pages have deadlines
+_PAUSE = (0.0001, 0.01)  # seconds between two tries, at first and at most
 
 
 def charge(size: int) -> int:
     """What a file of this size counts."""
     return -(-size // _BLOCK) * _BLOCK + _ENTRY
+
+
+_KEPT = (
+    "another process has kept the lock of its ledger (`usage`) for {:g} s, and may be stopped: let it go on, or end it"
+)
 
 
 class Mark(NamedTuple):
@@ -49,11 +63,12 @@ class Ledger:
         self._usage = os.open(os.path.join(root, "usage"), os.O_RDWR | os.O_CREAT, 0o600)
         self._numbers = itertools.count()
         self._owed = 0
+        self._settled: deque[tuple[int, int]] = deque()  # what was taken and kept, and is not in the ledger yet
         self._name = uuid.uuid4().hex
         self._owner = -1
         self._last = (0, 0, b"")
         try:
-            with self._locked():
+            with self._locked(_OPENING):
                 self._sweep()
                 self._owner = os.open(self._owner_path(self._name), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
                 fcntl.flock(self._owner, fcntl.LOCK_EX)
@@ -82,25 +97,30 @@ class Ledger:
             return 0
 
     def settle(self, taken: int, kept: int) -> None:
-        """Of room that was taken, so much is now a file; the rest is given back."""
-        with self._locked():
-            self._free(taken - kept)
-            self._owed -= taken
-            os.pwrite(self._owner, _OWED.pack(self._owed), 0)
+        """Of room that was taken, so much is now a file; the rest is given back. If the lock cannot be had, whoever has
+        it next here writes it down: until then the count is too high."""
+        self._settled.append((taken, kept))
+        with contextlib.suppress(TimeoutError), self._locked():
+            pass
 
     def remove(self, paths: Sequence[str]) -> tuple[int, int]:
-        """Remove files: how many and how much that freed. A file that somebody else removed frees nothing here.
+        """Remove files: how many and how much that freed. One that somebody else removed, or that cannot be removed,
+        frees nothing. Something else in a file's place goes too, if it can be removed; it was never counted.
 
         Under the lock, so that no count of the files falls between the end of a file and the end of its being counted.
         """
         files = freed = 0
         with self._locked():
             for path in paths:
-                with contextlib.suppress(FileNotFoundError):
-                    size = os.stat(path).st_size
-                    os.unlink(path)
-                    files += 1
-                    freed += charge(size)
+                with contextlib.suppress(OSError):
+                    found = os.lstat(path)
+                    if stat.S_ISDIR(found.st_mode):
+                        os.rmdir(path)
+                    else:
+                        os.unlink(path)
+                    if stat.S_ISREG(found.st_mode):
+                        files += 1
+                        freed += charge(found.st_size)
             self._free(freed)
         return files, freed
 
@@ -122,8 +142,9 @@ class Ledger:
         it was taken since: their sum is never too low, and the count becomes it if it is lower."""
         with self._locked():
             used, taken, _ = self._read()
-            used = min(used, found + mark.owed + taken - mark.taken)
-            self._write(used, taken)
+            if taken >= mark.taken:  # else the record was damaged since, and nobody knows what was taken: count again
+                used = min(used, found + mark.owed + taken - mark.taken)
+                self._write(used, taken)
             return used
 
     def temporary(self) -> str:
@@ -143,22 +164,48 @@ class Ledger:
     # ---- under the lock
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        with self._thread:
-            fcntl.flock(self._usage, fcntl.LOCK_EX)
+    def _locked(self, patience: float = _PATIENCE) -> Iterator[None]:
+        until = time.monotonic() + patience
+        if not self._thread.acquire(timeout=patience):
+            raise TimeoutError(_KEPT.format(patience))
+        try:
+            self._lock(until, patience)
             try:
+                while self._settled:
+                    taken, kept = self._settled.popleft()
+                    self._free(taken - kept)
+                    self._owed -= taken
+                    os.pwrite(self._owner, _OWED.pack(self._owed), 0)
                 yield
             finally:
                 fcntl.flock(self._usage, fcntl.LOCK_UN)
+        finally:
+            self._thread.release()
+
+    def _lock(self, until: float, patience: float) -> None:
+        """The kernel would wait for ever for a process that is stopped."""
+        pause, most = _PAUSE
+        while True:
+            try:
+                return fcntl.flock(self._usage, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    raise TimeoutError(_KEPT.format(patience)) from None
+            time.sleep(pause)
+            pause = min(most, 2 * pause)
 
     def _read(self) -> tuple[int, int, bytes]:
         if self._usage < 0:  # closed
             return self._last
-        record = os.pread(self._usage, _USAGE.size, 0)
-        return _USAGE.unpack(record) if len(record) == _USAGE.size else (UNCOUNTED, 0, b"")
+        for _ in range(3):  # whoever reads without the lock may see half of what is being written
+            record = os.pread(self._usage, _USAGE.size + _CHECK.size, 0)
+            if record[_USAGE.size :] == _CHECK.pack(zlib.crc32(record[: _USAGE.size])):
+                return _USAGE.unpack_from(record)
+        return UNCOUNTED, 0, b""  # new, or damaged
 
     def _write(self, used: int, taken: int) -> None:
-        os.pwrite(self._usage, _USAGE.pack(used, taken, _boot()), 0)
+        record = _USAGE.pack(used, taken, _boot())
+        os.pwrite(self._usage, record + _CHECK.pack(zlib.crc32(record)), 0)
 
     def _free(self, n: int) -> None:
         used, taken, _ = self._read()
@@ -180,7 +227,7 @@ class Ledger:
                 continue
             try:
                 fd = os.open(os.path.join(self._tmp, name), os.O_RDWR)
-            except FileNotFoundError:
+            except (FileNotFoundError, IsADirectoryError):
                 continue
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -192,7 +239,7 @@ class Ledger:
                 os.close(fd)
         for name in names:
             if name.rpartition(".")[0] not in living:
-                with contextlib.suppress(FileNotFoundError):
+                with contextlib.suppress(FileNotFoundError, IsADirectoryError):
                     os.unlink(os.path.join(self._tmp, name))
         return owed
 

@@ -372,6 +372,8 @@ class ProcessStore(Store):
             if child.known == len(self._places):
                 child.ready = True
                 child.steady_at = time.monotonic() + _STEADY
+                self.breaker.renew()  # it has opened the store
+                self.write_breaker.renew()
                 log.warning("the process of store %s runs again", self._shown)
 
     def _ask(self, want: int) -> bytes:

@@ -118,7 +118,8 @@ class Backend(ABC):
     def put(self, items: Sequence[Item]) -> Iterator[Kept]: ...
 
     @abstractmethod
-    def delete(self, names: Sequence[str]) -> None: ...
+    def delete(self, names: Sequence[str]) -> None:
+        """Remove damaged values, by key. Nobody asks for a whole namespace to go: keys do not show it."""
 
     def stats(self) -> dict[str, Any]:
         return {}

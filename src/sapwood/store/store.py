@@ -33,6 +33,8 @@ class Store(ABC):
     """Pages by key, in a backend. One caller submits and polls; nothing it calls here waits for the backend.
 
     Page ids are rows of the registered arrays; 0 says that a group has no part at a page, as everywhere in Sapwood.
+    Nothing here removes a namespace's pages: evicting it from a cache leaves them in the store, where they are found
+    again under the same adapter, salt and version. docs/store.md ("Who shares") says what to do instead.
     """
 
     gate: Gate | None = None  # `with store.gate:` its threads are not in the way; None if it has none in this process
