@@ -288,6 +288,7 @@ def test_a_chain_of_50_000_nodes_is_flushed():
     flush_under_a_reader(50_000)
 
 
+@pytest.mark.attack
 def test_a_cache_with_a_long_chain_is_dropped():
     """Letting go of a whole cache frees it, and does not end the process, however deep its tree is.
 
