@@ -1,22 +1,24 @@
-# Every target makes its own virtual environment and installs what it needs, from the versions in constraints.txt.
+# `make env` makes a virtual environment with everything, from the versions in constraints.txt; the others use it.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-BENCH := $(VENV)/.bench
 COMPILED := build/compiled
 CAN_COMPILE = command -v $${CC:-cc} >/dev/null && \
   $(BIN)/python -c "import os, sysconfig as s; assert os.path.exists(s.get_path('include') + '/Python.h')" 2>/dev/null
 
-.PHONY: test test-all test-compiled compiled lint bench clean servers
+unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: keep what is compiled
+
+# What shares a server stays with one worker. More workers than processors, where much of what is tested waits.
+PYTEST := $(BIN)/python -m pytest --dist loadgroup -n
+
+.PHONY: env quick test test-all test-compiled compiled lint bench clean servers
+
+env: $(STAMP) servers  ## engine, server, stores, tests and benchmarks, in .venv
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	touch $@
-
-$(BENCH): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
 	touch $@
 
 # The same package with the inner rooms compiled by mypyc, beside the one that is edited: setup.py says how.
@@ -36,15 +38,18 @@ servers:
 	      redis-server libibverbs1 iproute2; } >/dev/null 2>&1 || echo "could not install redis-server and libibverbs1"; \
 	  else echo "redis-server, libibverbs1 or iproute2 is missing, and only root can install it"; fi; fi
 
-test: $(STAMP) servers  ## everything that must hold, in a few minutes
-	$(BIN)/python -m pytest -m "not long" -n 2
+quick: $(STAMP)  ## what can be told in a minute: no attacks, no servers
+	$(PYTEST) 2 -m "not long and not attack and not server"
 
-test-all: $(STAMP) servers  ## the same, and the long attacks
-	$(BIN)/python -m pytest -n 2
+test: env  ## everything that must hold, in a few minutes; the same attacks for everybody
+	$(PYTEST) 4 -m "not long"
 
-test-compiled: $(STAMP) servers  ## what the compiled rooms must do as the others do, on the compiled build
+test-all: env  ## the same, and attacks by the clock, from seeds that are drawn: most of an hour
+	$(PYTEST) 4
+
+test-compiled: $(STAMP)  ## what the compiled rooms must do as the others do, on the compiled build
 	@if $(CAN_COMPILE); then $(MAKE) compiled && \
-	  SAPWOOD_COMPILE=1 PYTHONPATH=$(COMPILED) $(BIN)/python -m pytest -m "not long" -n 2 \
+	  SAPWOOD_COMPILE=1 PYTHONPATH=$(COMPILED) $(PYTEST) 2 -m "not long and not attack" \
 	  tests/test_compiled.py tests/cache tests/scheduler tests/sim; \
 	else echo "no C compiler or no Python.h here: the compiled build is not tested"; fi
 
@@ -53,7 +58,7 @@ lint: $(STAMP)  ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict $(wildcard src/sapwood/cache src/sapwood/scheduler src/sapwood/store src/sapwood/engine)
 
-bench: $(BENCH)  ## figures, beside the yardsticks, in one run; then what compiling changes
+bench: $(STAMP)  ## figures, beside the yardsticks, in one run; then what compiling changes
 	$(BIN)/python -m benchmarks
 	@if $(CAN_COMPILE); then $(MAKE) compiled && \
 	  PYTHONPATH=$(COMPILED) $(BIN)/python -m benchmarks cache scheduler; \

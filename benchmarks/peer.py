@@ -9,7 +9,7 @@ try:
 except ImportError:
     ts = None
 
-MISSING = "no peer: tokenspeed-scheduler==0.1.0 is not installed (`make bench` installs it on x86-64 Linux)"
+MISSING = "no peer: tokenspeed-scheduler==0.1.0 is not installed (`make env` installs it on x86-64 Linux)"
 
 
 def installed() -> bool:

@@ -1,4 +1,4 @@
-"""The places a store can be in, each with a real server behind it."""
+"""Which test runs when, and the places a store can be in, each with a real server behind it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,33 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import settings
 
 from .store import kit
+
+PLACES = ("file", "file process", "memory", "faulty", "redis", "cluster", "mooncake", "mooncake process")
+_SERVERS = {"redis_port": "redis", "cluster_ports": "cluster", "alone": "mooncake", "mooncake": "mooncake"}
+
+# The same examples for everybody; what is marked `long` draws its own.
+settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.load_profile("fixed")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what needs a server or a process. One worker runs all that share a server, and starts it; and with a server,
+    engines of one layout are enough in `make test`: their stores see pages, not layouts."""
+    for item in items:
+        given = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        place = given.get("place", "")
+        needs = [server for name, server in _SERVERS.items() if name in getattr(item, "fixturenames", ())]
+        needs += [server for server in {*_SERVERS.values()} if place.startswith(server)]
+        if needs or "process" in place:
+            item.add_marker(pytest.mark.server)
+        if needs:
+            item.add_marker(pytest.mark.xdist_group(needs[0]))
+            if given.get("layout", "full+2windows+state") != "full+2windows+state":
+                item.add_marker(pytest.mark.long)
 
 
 @pytest.fixture(scope="session")
@@ -55,7 +80,12 @@ class Place(NamedTuple):
         return kit.Desk(self.uri, print_, **{"process": self.process, **options})
 
 
-@pytest.fixture(params=["file", "file process", "memory", "faulty", "redis", "cluster", "mooncake", "mooncake process"])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "place" in metafunc.fixturenames:
+        metafunc.parametrize("place", getattr(metafunc.module, "PLACES", PLACES), indirect=True)
+
+
+@pytest.fixture
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     """One of each kind. A place is shared by all tests of a session where it is a server: weights tell them apart."""
     kind, _, process = request.param.partition(" ")

@@ -44,6 +44,7 @@ def test_what_is_tested_is_what_was_asked_for(package):
         assert module.__file__.endswith(".py") != (asked and name not in outside(package)), module.__file__
 
 
+@pytest.mark.server
 @pytest.mark.parametrize("layout", ["full", "full+2windows+state"])
 def test_s06_this_build_plans_as_the_source_does(layout):
     """Plans, ends and events are the same, byte for byte, whatever is compiled.

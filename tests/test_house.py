@@ -153,6 +153,7 @@ def fresh(code: str) -> str:
 ROOMS = ["sapwood.cache"] + (["sapwood.scheduler"] if (SOURCE / "scheduler" / "__init__.py").exists() else [])
 
 
+@pytest.mark.server
 @pytest.mark.parametrize("room", ROOMS)
 def test_import_is_quick_and_light(room):
     """A fresh interpreter imports it in well under 0.2 s beyond numpy, on a machine that counts to a million in 36 ms,
@@ -268,6 +269,7 @@ def flush_under_a_reader(nodes: int) -> None:
     assert held_by(cache, "free") == 2 * nodes + 4
 
 
+@pytest.mark.attack
 def test_a_chain_of_50_000_nodes():
     """Match, explain, split, evict, evict_namespace, hashes and check() of a path of 50,000 nodes: none is recursive,
     and none takes time by the square of the length.
@@ -277,6 +279,7 @@ def test_a_chain_of_50_000_nodes():
     split_evict_and_unhook(50_000)
 
 
+@pytest.mark.attack
 def test_a_chain_of_50_000_nodes_is_flushed():
     """A flush takes a path of 50,000 nodes apart under the request that reads it.
 
@@ -285,6 +288,7 @@ def test_a_chain_of_50_000_nodes_is_flushed():
     flush_under_a_reader(50_000)
 
 
+@pytest.mark.attack
 def test_a_cache_with_a_long_chain_is_dropped():
     """Letting go of a whole cache frees it, and does not end the process, however deep its tree is.
 

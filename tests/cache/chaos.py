@@ -6,7 +6,11 @@ Both the hypothesis state machine and the plain random walk (`python -m tests.ca
 from __future__ import annotations
 
 import argparse
+import itertools
+import os
 import random
+import time
+from collections.abc import Iterator
 
 from sapwood.cache import AllBlocksCleared, BlockRemoved, BlockStored, CacheGroup, Namespace
 
@@ -315,6 +319,13 @@ def act(rng: random.Random, chaos: Chaos) -> None:
         chaos.flush()
     else:
         chaos.explain(random_prompt(rng, chaos) or [1], rng.randint(0, 2), rng.random() < 0.5)
+
+
+def fresh_seeds(seconds: float) -> Iterator[int]:
+    """Seeds for a while, from one that is drawn on. Set SAPWOOD_SEED to begin elsewhere."""
+    first = int(os.environ.get("SAPWOOD_SEED", random.randrange(1_000_000, 2**32)))
+    end = time.monotonic() + seconds
+    return itertools.takewhile(lambda _: time.monotonic() < end, itertools.count(first))
 
 
 def main() -> None:

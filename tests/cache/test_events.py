@@ -477,6 +477,7 @@ def test_e03_a_load_that_fails_announces_nothing():
 # ---- replay
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("layout", ["full", "full+window", "full+state", "window", "state", "window+state", "all"])
 def test_e01_replaying_random_traffic_rebuilds_the_tree(layout):
     """After any traffic, what a strict router has put together from events is what the tree holds, tier by tier.

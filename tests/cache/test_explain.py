@@ -422,6 +422,7 @@ def test_explain_remembers_within_its_bytes(limit):
         assert reasons[-known:] == ["evicted"] * known, "the newest are known, the oldest forgotten"
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("page", [1, 16, 256])
 def test_explain_counts_the_bytes_it_really_takes(page):
     """The bytes the ghost memory says it uses are those Python really gave it, for small pages and large.

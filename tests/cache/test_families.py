@@ -618,6 +618,7 @@ def servable(engine: Engine, tokens, boundary: int, held: dict[str, np.ndarray])
     return True
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("seed", range(16))
 def test_f09_any_mix_of_groups_hits_what_all_can_serve_in_any_order(seed):
     """The boundary found is the deepest that every group has what it needs for, whatever the order of the groups.
@@ -1255,6 +1256,7 @@ def test_f19_a_parent_in_use_keeps_its_children_on_host_within_reach():
     all_free(engine)
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("seed", range(6))
 def test_f19_nothing_in_any_tier_becomes_unreachable(seed):
     """After random traffic with saves that fail or come late, whatever a tier holds can be reached from the root.

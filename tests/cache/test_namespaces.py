@@ -412,6 +412,7 @@ def longest_queue(engine: Engine) -> int:
     return max(len(heap) for heap in heaps)
 
 
+@pytest.mark.attack
 @each_layout
 def test_l12_what_thousands_have_computed_is_bounded_by_the_pool(layout):
     """Tenants whose pages were evicted to make room are forgotten with their last page, their ghosts in time.
@@ -435,6 +436,7 @@ def test_l12_what_thousands_have_computed_is_bounded_by_the_pool(layout):
     all_free(engine)
 
 
+@pytest.mark.attack
 @each_layout
 def test_l12_hundreds_of_adapters_loaded_and_unloaded_leave_nothing_behind(layout):
     """Adapters that were used and unloaded leave no root, no page, no ghost, no unhooked namespace and no long queues.

@@ -104,10 +104,10 @@ class Soak:
         options = "&".join(f"{name}={value}" for name, value in {**faults, "seed": rng.getrandbits(30)}.items())
         return f"faulty+{self.uri}{'&' if '?' in self.uri else '?'}{options}"
 
-    def run(self, seconds: float) -> str:
-        """Trouble for so many seconds, then peace. Returns what happened."""
+    def run(self, seconds: float, rounds: int = 0) -> str:
+        """Trouble for so many seconds, and so many rounds at least, then peace. Returns what happened."""
         until = time.monotonic() + seconds
-        while time.monotonic() < until:
+        while time.monotonic() < until or self.rounds < rounds:
             self.round()
         for engine in self.engines:
             self.peace(engine)
@@ -239,14 +239,15 @@ class Soak:
                 assert engine.cache.stats()["pages"][group.name]["host"]["capacity"] == group.host_pages
 
 
-def soak(seconds: float, seed: int, uri: str = "", overlap: int | None = None) -> tuple[str, Soak]:
+def soak(seconds: float, seed: int, uri: str = "", overlap: int | None = None, rounds: int = 0) -> tuple[str, Soak]:
     """Run one. AssertionError with what repeats it, if anything is wrong."""
     folder = None if uri else tempfile.mkdtemp(prefix="sapwood-soak-")
     try:
         run = Soak(seed, uri or f"file://{folder}/store?size={SIZE}", overlap)
-        return run.run(seconds), run
+        return run.run(seconds, rounds), run
     except BaseException as error:
         again = f"python -m tests.engine.soak --minutes {seconds / 60:g} --seed {seed}"
+        again += f" --rounds {rounds}" if rounds else ""
         again += f" --uri '{uri}'" if uri else ""
         again += f" --overlap {overlap}" if overlap is not None else ""
         raise AssertionError(f"{type(error).__name__}: {error}; to repeat: {again}") from error
@@ -258,6 +259,7 @@ def soak(seconds: float, seed: int, uri: str = "", overlap: int | None = None) -
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.engine.soak", description=(__doc__ or "").split("\n\n")[1])
     parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--rounds", type=int, default=0, help="at least so many, however long they take")
     parser.add_argument("--seed", type=int, default=None, help="default: one that is drawn, and printed")
     parser.add_argument("--uri", default="", help=f"a store of its own; default: files in a folder, {SIZE}")
     parser.add_argument("--overlap", type=int, choices=(0, 1), help="plans ahead; default: either")
@@ -265,7 +267,7 @@ def main() -> None:
     seed = random.randrange(2**32) if given.seed is None else given.seed
     sys.stdout.write(f"seed {seed}\n")
     sys.stdout.flush()
-    told, _ = soak(given.minutes * 60, seed, given.uri, given.overlap)
+    told, _ = soak(given.minutes * 60, seed, given.uri, given.overlap, given.rounds)
     sys.stdout.write(told + "\n")
 
 

@@ -24,6 +24,9 @@ from ..scheduler.driver import groups_of
 from ..store import kit
 from .machine import BASE, HYBRID, PAGE, PROMPT, Late, Machine, each_hand, each_layout, toks
 
+pytestmark = pytest.mark.server
+# Every backend once, on threads: a machine wraps each in faults, and stores in processes are in test_process.py.
+PLACES = ("file", "memory", "redis", "cluster", "mooncake")
 _fresh = itertools.count()
 
 

@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "tiers.py"
 
 
+@pytest.mark.server
 def test_t10_the_example_finds_after_a_restart_what_it_had_computed(tmp_path):
     """A newcomer runs the example twice on one folder: only its very first life computes the prompt, and every life
     says the same.

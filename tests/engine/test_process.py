@@ -17,7 +17,7 @@ from sapwood.store.shared import place_of
 
 from .machine import PAGE, PROMPT, Machine, each_layout, toks
 
-pytestmark = pytest.mark.skipif(not CAN_START, reason="needs Linux: memfd_create, epoll")
+pytestmark = [pytest.mark.server, pytest.mark.skipif(not CAN_START, reason="needs Linux: memfd_create, epoll")]
 
 
 def machine(tmp_path, layout="full", options="", **more):

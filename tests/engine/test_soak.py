@@ -6,13 +6,15 @@ import pytest
 
 from .soak import soak
 
+pytestmark = [pytest.mark.attack, pytest.mark.server]
 
-def test_soak_for_ten_seconds() -> None:
+
+def test_soak_for_a_while() -> None:
     """A short one in every run of the tests, and it does what it is for: things are fetched, lost and refused.
 
     Mutation: `Tiers._over` tells of a job that is held; `Stored.fetch_done` lands one page too many.
     """
-    told, run = soak(10, 7)
+    told, run = soak(0, 7, rounds=400)
     counts = run.counts
     ended = sum(n for what, n in counts.items() if what.startswith("ended"))
     assert ended == counts["requests"] > 0, told

@@ -220,7 +220,7 @@ def test_t08_one_request_tries_whether_the_store_answers_again(tmp_path):
     assert len(asked) == 4 and machine.store.breaker.probes == 1
     answered = [event.op for event in [*step.events, *machine.tiers.poll()] if isinstance(event, LookupDone)]
     assert answered == asked[1:]
-    machine.backend.stuck = ()
+    machine.go_on()
     machine.close()
 
 

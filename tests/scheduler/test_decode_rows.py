@@ -136,6 +136,7 @@ class Rows:
         assert shown.ids == [request.id for request in rows]
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("size", [1, 2, 3, 16, 64])
 @pytest.mark.parametrize("rows", [1, 3, 20, 150])
 def test_rows_know_their_tokens(size: int, rows: int) -> None:

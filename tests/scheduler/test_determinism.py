@@ -72,6 +72,7 @@ def begin(layout: str, together: bool, hash_seed: int) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env)
 
 
+@pytest.mark.server
 @pytest.mark.parametrize("layout", ["full", "full+2windows+state"])
 def test_s06_same_plans_in_two_processes(layout):
     """Two processes with different PYTHONHASHSEED, one given its requests in one call and one one by one, make the same

@@ -115,6 +115,7 @@ def test_s09_several_poisonous_rows():
     run.right_answers().all_free()
 
 
+@pytest.mark.attack
 @each_layout
 def test_s09_bad_luck_is_no_poison(layout):
     """A step that fails now and then for no fault of its rows costs nobody more than computing again; what was computed

@@ -210,6 +210,7 @@ def test_f15_a_step_with_a_copy_fails(layout):
 # ---- F16 (the driver compares tables and leases after every plan of every test; this one goes through all phases)
 
 
+@pytest.mark.attack
 @each_layout
 @pytest.mark.parametrize("page", [1, 4])
 def test_f16_the_tables_a_plan_shows_equal_the_leases(layout, page):

@@ -98,6 +98,7 @@ def test_t01_what_the_device_has_lost_is_loaded_from_host(layout, policy):
     assert run.moved["loads"] == before + 1
 
 
+@pytest.mark.attack
 @each_layout
 @pytest.mark.parametrize("hosted", [False, True])
 def test_m05_the_statistics_count_what_requests_were_served(layout, hosted):

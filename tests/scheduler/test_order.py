@@ -197,6 +197,7 @@ def work(run: Run) -> float:
     return sum(row.length for rows in run.rows for row in rows) / once
 
 
+@pytest.mark.attack
 @each_layout
 @pytest.mark.parametrize(("headroom", "most"), [(0, 1.5), (64, 1.0)])
 def test_s03_work_is_bounded_in_a_pool_of_a_third(layout, headroom, most):
@@ -213,6 +214,7 @@ def test_s03_work_is_bounded_in_a_pool_of_a_third(layout, headroom, most):
     run.all_free()
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize(("headroom", "most"), [(0, 2.0), (64, 1.4)])
 def test_s03_work_is_bounded_with_long_answers(headroom, most):
     """16 requests with answers far longer than the headroom in 0.35 of what they need: some must be retracted, all
@@ -392,6 +394,7 @@ def test_a_policy_of_ones_own():
         register_policy("", Latest)
 
 
+@pytest.mark.attack
 @each_layout
 def test_random_crowds_come_to_an_end(layout):
     """Requests of all sizes and priorities in little memory, arriving all the time: each ends, each answer is right.

@@ -223,6 +223,7 @@ def test_p09_a_failed_step_takes_the_one_behind_it_along(layout, first):
         run.all_free()
 
 
+@pytest.mark.attack
 @each_layout
 @pytest.mark.parametrize("abort", [None, "ann", "bob"])
 def test_f07_abort_between_two_plans_frees_everything(layout, abort):
@@ -318,6 +319,7 @@ def test_p03_a_prompt_with_a_row_in_flight_adopts_what_another_has_computed():
     assert run.computed() <= 160 + 24
 
 
+@pytest.mark.attack
 @each_layout
 @pytest.mark.parametrize("how", ["stop", "length", "finish", "abort"])
 def test_p12_what_is_published_ends_at_the_last_computed_position(layout, how):
@@ -485,6 +487,7 @@ def told(run: Run, story: Story, overlap: int) -> dict[str, tuple[str, int, tupl
     return {id: (end.reason, end.generated, tuple(run.said(id)[: end.generated])) for id, end in run.ended.items()}
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("layout", [*LAYOUTS, "full@host", "full+2windows+state@host", "full+state@host"])
 @pytest.mark.parametrize("size", ["roomy", "tight"])
 def test_s14_the_same_tokens_and_the_same_ends_as_with_one_plan(layout, size):

@@ -87,6 +87,7 @@ def test_l11_one_admitted_to_load_is_not_kept_out_by_a_hot_adapter(overlap):
     run.finish()
 
 
+@pytest.mark.attack
 @each_overlap
 @each_layout
 @pytest.mark.parametrize("adapters", [False, True])
@@ -121,6 +122,7 @@ def test_s12_decode_rows_run_under_a_stream_of_one_token_prompts(layout, overlap
     run.finish()
 
 
+@pytest.mark.attack
 @each_overlap
 @pytest.mark.parametrize("layout", ["full", "full+window", "full+state"])
 def test_s12_a_victim_gets_on(layout, overlap):

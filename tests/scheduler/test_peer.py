@@ -106,6 +106,7 @@ def prompts(rng: random.Random, page: int, n: int):
         chats.append(bodies[-1])
 
 
+@pytest.mark.attack
 @needs_peer
 @pytest.mark.parametrize(("page", "budget"), [(16, 64), (16, 1 << 14), (4, 21), (64, 256)])
 def test_like_the_peer_over_sequential_prompts(page, budget):

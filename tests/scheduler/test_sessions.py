@@ -58,6 +58,7 @@ def ran(pages: int, policy: str) -> Ran:
     return Ran(ended, computed, steps, scheduler.stats())
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize(("policy", "most"), [("prefix", 2.0), ("fcfs", 3.0)])
 def test_s03_the_chats_complete_in_6122_pages(policy, most):
     """In a pool of 6,122 pages of 16 (0.35 of what all chats need) every turn completes and none is aborted or

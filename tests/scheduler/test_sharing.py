@@ -149,6 +149,7 @@ def reads_of(run: Run, plan) -> None:
                 assert page and (promised or value == digests[position]), f"{row.id} {group.name} {position}"
 
 
+@pytest.mark.attack
 @each_window
 @each_page
 def test_p05_the_same_tokens_with_sharing_on_and_off(layout, page):
@@ -209,6 +210,7 @@ def gone_window() -> Run:
     return run
 
 
+@pytest.mark.attack
 @each_window
 def test_p06_random_prompts_in_small_window_pools(layout):
     """Prompts that branch off each other everywhere, with window pools so small that holes are everywhere: whatever is
@@ -425,6 +427,7 @@ def really_adopted(run: Run, id: str) -> int:
     return adopted
 
 
+@pytest.mark.attack
 @each_layout
 @pytest.mark.parametrize("pages", [9, 60])
 def test_m05_cached_is_what_was_really_adopted(layout, pages):

@@ -359,6 +359,7 @@ def test_t05_what_a_backup_holds_does_not_grow_and_is_not_cut_off(layout):
     shop.close()
 
 
+@pytest.mark.attack
 def test_t16_spans_that_wait_for_pages_above_them_cost_little(monkeypatch):
     """Saves arrive in the wrong order, so that many spans wait for the pages above them: at each save a few of them are
     looked at, and those that it concerns, not all. In the end everything is backed up.

@@ -24,7 +24,7 @@ from .test_file import ready, run_python, strays
 from .test_jobs import BAD_CALLS
 from .test_opening import SECRET
 
-pytestmark = pytest.mark.skipif(not CAN_START, reason="needs Linux: memfd_create, epoll")
+pytestmark = [pytest.mark.server, pytest.mark.skipif(not CAN_START, reason="needs Linux: memfd_create, epoll")]
 
 
 def away(uri: str, **options: Any) -> kit.Desk:

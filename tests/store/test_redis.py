@@ -13,7 +13,7 @@ from sapwood.store import Breaker, StoreError
 from . import kit
 
 redis = pytest.importorskip("redis")
-pytestmark = pytest.mark.skipif(bool(kit.NO_REDIS), reason=kit.NO_REDIS)
+pytestmark = [pytest.mark.server, pytest.mark.skipif(bool(kit.NO_REDIS), reason=kit.NO_REDIS)]
 
 
 def port_of(uri: str) -> int:

@@ -129,7 +129,7 @@ class _Check:
                     assert fine, f"{at}: {len(ids)} ids of {tree.groups[g].name}"
                     assert g not in tree.closed or ids.all(), f"{at}: a hole in {tree.groups[g].name}"
                     ids = ids[ids != 0]
-                self._own(t, g, ids, TREE, at)
+                self._own(t, g, ids, TREE, node)
         held = node.device.holds or (node.host is not None and node.host.holds)
         assert something or node.children or held, f"{at}: has nothing and is held by nobody"
         assert not node.promised or node.device.holds, f"{at}: promised, and nobody holds it"
@@ -284,12 +284,16 @@ class _Check:
             for lease in flight.ended:
                 assert lease.ended and lease in lease.root.holders, f"step {flight.step} waits for a live lease"
 
-    def _own(self, tier: int, g: int, ids: Ids, owner: int, who: str) -> None:
+    def _own(self, tier: int, g: int, ids: Ids, owner: int, who: str | Node) -> None:
+        if not len(ids):
+            return
         marks = self.owner[tier][g]
-        taken = ids[marks[ids] != 0]
-        name = f"{self.tree.groups[g].name} on {TIERS[tier]}"
-        assert not len(taken), f"{name}: page {int(taken[0])} has two owners, one of them {who}"
-        assert len(np.unique(ids)) == len(ids), f"{name}: {who} has a page twice"
+        if marks[ids].any() or len(set(ids.tolist())) < len(ids):
+            name = f"{self.tree.groups[g].name} on {TIERS[tier]}"
+            whose = self._at(who) if isinstance(who, Node) else who
+            taken = ids[marks[ids] != 0]
+            assert not len(taken), f"{name}: page {int(taken[0])} has two owners, one of them {whose}"
+            raise AssertionError(f"{name}: {whose} has a page twice")
         marks[ids] = owner
 
     # ---- counts
@@ -297,12 +301,15 @@ class _Check:
     def _pools(self) -> None:
         for t in self.tree.tiers:
             for g, pool in enumerate(self.tree.pools[t]):
-                kept: npt.NDArray[np.uint8] = np.frombuffer(bytes(pool.owner), np.uint8)
+                owners = bytes(pool.owner)
+                kept: npt.NDArray[np.uint8] = np.frombuffer(owners, np.uint8)
                 seen = self.owner[t][g]
                 readers = self.readers[t][g]
+                counts = [owners.count(owner, 1) for owner in range(5)]
                 unhooked = kept == UNHOOKED
-                assert not (unhooked & (seen != FREE)).any(), f"{pool.name}: an unhooked page is owned by somebody else"
-                assert not (unhooked & (readers == 0)).any(), f"{pool.name}: an unhooked page has no reader"
+                if counts[UNHOOKED]:
+                    assert not seen[unhooked].any(), f"{pool.name}: an unhooked page is owned by somebody else"
+                    assert readers[unhooked].all(), f"{pool.name}: an unhooked page has no reader"
                 assert kept[0] == 255, f"{pool.name}: somebody owns the null page"
                 wrong = ((kept != seen) & ~unhooked)[1:].nonzero()[0] + 1
                 assert not len(wrong), (
@@ -315,13 +322,14 @@ class _Check:
                     f"{pool.name}: page {int(wrong[0])} has {int(readers[wrong[0]])} readers, "
                     f"{int(counted[wrong[0]])} are counted"
                 )
-                counts = np.bincount(kept[1:], minlength=5).tolist()
                 assert counts == pool.counts, f"{pool.name}: owners {counts}, counted {pool.counts}"
                 assert sum(pool.counts) == pool.capacity and min(pool.counts) >= 0, f"{pool.name}: {pool.counts}"
                 free = pool.free_ids()
-                assert len(np.unique(free)) == len(free) == pool.free == counts[FREE], f"{pool.name}: free list"
-                assert not len(free) or not kept[free].any(), f"{pool.name}: a page in the free list is owned"
-                assert not len(free) or not readers[free].any(), f"{pool.name}: a page in the free list is read"
+                once = np.zeros(len(kept), np.bool_)
+                once[free] = True
+                assert np.count_nonzero(once) == len(free) == pool.free == counts[FREE], f"{pool.name}: free list"
+                assert not kept[free].any(), f"{pool.name}: a page in the free list is owned"
+                assert not readers[free].any(), f"{pool.name}: a page in the free list is read"
                 if g in self.tree.slots:
                     idle = int(np.count_nonzero((kept == TREE) & (readers == 0)))
                     assert idle == pool.idle, f"{pool.name}: {idle} pages are idle, {pool.idle} are counted"
