@@ -89,6 +89,22 @@ def set_at(array, i: int, value) -> None:
     array[i] = value
 
 
+NONE = np.zeros(1, np.int32)
+
+
+def repage(plan, page: int) -> None:
+    """Bob's first page is another one, and the plan says so."""
+    table = plan.tables["full"]
+    place = plan.batch.slots[1] * table.shape[1]
+    table.reshape(-1)[place] = page
+    places, values = plan.changes["full"]
+    others = places != place
+    plan.changes["full"] = (
+        np.append(places[others], [place] * bool(page)).astype(np.int32),
+        np.append(values[others], [page] * bool(page)).astype(np.int32),
+    )
+
+
 SPOILS = {
     "another token": (lambda p: set_at(p.batch.tokens, -1, 7), "token 9 is 29, the batch has 7"),
     "a token not known": (lambda p: set_at(p.batch.tokens, 0, -1), "token 6 is .* the batch has -1"),
@@ -119,11 +135,11 @@ SPOILS = {
     "a table forgotten": (lambda p: p.tables.pop("window"), "tables are of groups"),
     "no column": (lambda p: p.tables.update(full=p.tables["full"][:, :2]), "needs 3 columns, the table has 2"),
     "no such page": (lambda p: p.tables["full"].__setitem__((p.batch.slots[1], 0), 61), "no page .*61.*, there are 60"),
-    "a hole": (lambda p: p.tables["full"].__setitem__((p.batch.slots[1], 0), 0), "into no page"),
-    "another's page": (
-        lambda p: p.tables["full"].__setitem__((p.batch.slots[1], 0), p.tables["full"][p.batch.slots[0], 0]),
-        "overwrites page",
-    ),
+    "a hole": (lambda p: repage(p, 0), "into no page"),
+    "another's page": (lambda p: repage(p, p.tables["full"][p.batch.slots[0], 0]), "overwrites page"),
+    "a change that is not told": (lambda p: p.changes.update(full=(NONE, NONE)), "a change was not told"),
+    "a change that is none": (lambda p: p.changes.update(full=(NONE + 120, NONE)), "a change that is none"),
+    "nobody is seated": (lambda p: p.seated.clear(), "was not seated there"),
     "a copy of nothing": (lambda p: p.copies.append(PageCopy("full", 0, 9, 2, "before")), "copies 0 to 9"),
     "a copy nowhere": (lambda p: p.copies.append(PageCopy("full", 1, 0, 4, "before")), "copies 1 to 0"),
     "a copy of no group": (lambda p: p.copies.append(PageCopy("more", 1, 2, 4, "before")), "of group 'more'"),
