@@ -444,7 +444,8 @@ class Fuzz:
 
     def mistake(self) -> None:
         """Events that cannot happen raise, and change nothing."""
-        step = (self.executor.step or 0) + self.random.choice([1, 7] if len(self.flying) > 1 else [-1, 1, 7])
+        runs = [flight.plan.step for flight in self.executor.flights]
+        step = (self.executor.step or 0) + self.random.choice([1, 7] if runs else [-1, 1, 7])
         op = max([0, *self.executor.moving]) + self.random.choice([100, 10_000])
         wrong: list[Event] = [StepDone(step, {}), StepFailed(step, "mistake"), LoadDone(op, True)]
         if self.config.store:
