@@ -25,24 +25,19 @@ class Halves:
 
     def begin(self, plan) -> None:
         self.said.append(f"begin {plan.step}")
-        self.content.begin(plan)
-        if plan.step in self.bad_begin:
+        if plan.step in self.bad_begin:  # the content executor hears that there was one, and that it failed
+            self.content.step, self.content.failures = plan.step, self.content.failures + 1
             raise RuntimeError("cannot begin")
+        self.content.begin(plan)
         self.begun.append(plan.step)
 
     def finish(self, block: bool = True):
         step = self.begun.pop(0)
         self.said.append(f"finish {step}")
-        self.forget_before(step)
         if step in self.bad_finish:
             self.content.fail("out of memory")
             raise RuntimeError("out of memory")
         return self.content.done()
-
-    def forget_before(self, step: int) -> None:
-        """Plans that could not begin have failed, as the loop has told."""
-        while self.content.flights and self.content.flights[0].plan.step < step:
-            self.content.fail("cannot begin")
 
 
 def engine(overlap: int = 1, **config) -> tuple[EngineLoop, Halves]:
@@ -131,17 +126,54 @@ def test_s14_an_error_in_begin_is_told_after_the_event_before_it(caplog):
         for _ in range(200):
             step = loop.step()
             events += [type(event) for _, event in step.done]
-            if step.done and isinstance(step.done[0].event, StepFailed):
-                halves.forget_before(step.done[0].plan.step + 1)
             for id, token in step.tokens().items():
                 said.setdefault(id, []).append(token)
             if not loop.live and not step.in_flight:
                 break
     assert events[:3] == [StepDone, StepDone, StepFailed]
+    assert halves.said[:7] == ["begin 1", "begin 2", "finish 1", "begin 3", "finish 2", "begin 4", "begin 5"], (
+        "nothing is planned on top of a plan that could not begin"
+    )
     assert said == {"ann": answer(BASE, toks(1, 20), 9), "bob": answer(BASE, toks(2, 20), 9)}
     lines = [record for record in caplog.records if record.levelno == logging.WARNING]
     traces = [record for record in caplog.records if record.exc_info]
     assert len(lines) >= 2 and len(traces) == len({record.getMessage().split(": ", 1)[1] for record in lines})
+
+
+def test_an_event_that_cannot_be_has_failed_its_step():
+    """An executor that answers with tokens nobody asked for: the step has failed, and the engine goes on.
+
+    Mutation: `_finish` lets a ProtocolError out, and nobody ever tells of the plan.
+    """
+    for overlap in (0, 1):
+        loop, halves = engine(overlap)
+        right, wrong = halves.finish, [True]
+
+        def finish(block: bool = True, right=right, wrong=wrong, halves=halves):
+            if not wrong:
+                return right()
+            wrong.clear()
+            step = halves.begun.pop(0)
+            halves.content.fail("nonsense")
+            return [StepDone(step, {"nobody": 1})]
+
+        halves.finish = finish
+        submit(loop, halves, RequestSpec("ann", toks(1, 20), 5), RequestSpec("bob", toks(2, 20), 5))
+        assert run(loop) == {"ann": answer(BASE, toks(1, 20), 5), "bob": answer(BASE, toks(2, 20), 5)}
+        assert loop.scheduler.stats()["steps_failed"] == 1 + overlap
+
+
+def test_owners_are_told_again_after_a_plan_that_could_not_begin():
+    """An executor that raises before it has looked at `seated` is told again who has which slot.
+
+    Mutation: `Outcome.failed` does not seat them again.
+    """
+    loop, halves = engine(0)
+    halves.bad_begin = {1}
+    submit(loop, halves, RequestSpec("ann", toks(1, 20), 5))
+    assert loop.step().plan.seated == [(0, "ann")]
+    assert loop.step().plan.seated == [(0, "ann")]
+    assert loop.step().plan.seated == []
 
 
 def test_s08_nothing_rests_while_a_plan_is_in_flight():
@@ -171,7 +203,7 @@ def test_close_with_plans_in_flight():
     submit(loop, halves, RequestSpec("ann", toks(1, 20), 90), RequestSpec("bob", toks(2, 20), 90))
     for _ in range(5):
         loop.step()
-    assert {end.id for end in loop.close()} == {"ann", "bob"}
+    assert {end.id for end in loop.close(0)} == {"ann", "bob"}
     assert not halves.content.flights and not loop.scheduler._book.flights
     assert loop.scheduler._book.live == 0
 

@@ -223,6 +223,9 @@ def test_s13_a_row_that_fails_beyond_its_first_chunk_ends_as_failed(layout, over
         assert run.ended["bad"].reason == "failed" and run.ended["bad"].detail == "poison"
         assert {run.ended[f"r{n}"].reason for n in range(others)} <= {"length"}
         assert 3 <= failed <= 3 + 4
+        tried = [{row.id for row in rows} for rows in run.rows if any(row.id == "bad" for row in rows)]
+        alone = [ids == {"bad"} for ids in tried]
+        assert all(alone[alone.index(True) :]), "once it is tried alone it stays so until it gets beyond"
         run.idle().right_answers()
         run.all_free()
 
@@ -230,17 +233,21 @@ def test_s13_a_row_that_fails_beyond_its_first_chunk_ends_as_failed(layout, over
 @each_overlap
 @pytest.mark.parametrize("layout", STATEFUL)
 def test_s13_every_second_step_fails(layout, overlap):
-    """Whoever is in it. Everybody ends, done or failed, in bounded work.
+    """Or every third, whoever is in it. Everybody ends, done or failed, in bounded work: a row that others' failures
+    take back again and again uses up no try by that, but what it computes again gives it none back either.
 
     Mutation: `Request.computes` forgets tries at any progress; `Planner.strike` lets go of a row that has not got
     beyond where it failed.
     """
-    run = Run(*STATEFUL[layout], budget=64, max_tries=3, overlap=overlap, every=5)
-    run.submit_all([RequestSpec(f"r{n}", toks(n, 90 + n), 6) for n in range(4)])
-    at = iter(range(1 << 20))
-    troubled(run, lambda rows: next(at) % 2 == 1, 700)
-    assert {end.reason for end in run.ended.values()} <= {"length", "failed"} and len(run.ended) == 4
-    run.right_answers().all_free()
+    for mixed in (True, False):
+        for each in (2, 3):
+            run = Run(*STATEFUL[layout], budget=64, max_tries=3, overlap=overlap, mixed=mixed, every=9)
+            run.submit_all([RequestSpec(f"r{n}", toks(n, 90 + n), 6) for n in range(2 + each)])
+            at = iter(range(1 << 20))
+            troubled(run, lambda rows, at=at, each=each: next(at) % each == 1, 700)
+            assert {end.reason for end in run.ended.values()} <= {"length", "failed"}
+            assert len(run.ended) == 2 + each
+            run.right_answers().all_free()
 
 
 @each_overlap
@@ -257,6 +264,21 @@ def test_s13_failures_in_company_use_up_no_try(layout, overlap):
         troubled(run, lambda rows, left=left: next(left, False), 100)
         assert {end.reason for end in run.ended.values()} == {"length"}
         run.right_answers().all_free()
+
+
+@each_overlap
+def test_s13_one_whose_company_left_is_not_charged(overlap):
+    """Two rows are in the step; one is aborted while it runs, and it fails. The other was not alone in it.
+
+    Mutation: `Outcome.failed` counts the rows that are left.
+    """
+    run = Run(full(), budget=64, max_tries=1, overlap=overlap)
+    run.submit_all([RequestSpec("ann", toks(1, 20), 5), RequestSpec("bob", toks(2, 20), 5)])
+    run.plan()
+    run.abort("bob")
+    run.fail()
+    run.idle().right_answers()
+    assert run.ended["ann"].reason == "length"
 
 
 @each_overlap

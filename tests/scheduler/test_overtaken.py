@@ -107,6 +107,29 @@ def test_s12_a_prompt_between_two_chunks_goes_on(layout, adapters, overlap):
 
 
 @each_overlap
+def test_s12_several_are_overdue_at_once(overlap):
+    """Three less urgent prompts, between two chunks, under a stream that fills every plan: all get on, by arrival.
+
+    Mutation: `Planner._fill` serves the oldest of the overdue alone.
+    """
+    run = Stream(full(400), budget=64, batch=10, overlap=overlap)
+    for n in range(3):
+        run.submit(f"long{n}", toks(n, 30), 1, priority=5 - n)
+    run.turn()
+    for n in range(3, 6):
+        run.submit(f"long{n}", toks(n, 150), 2, priority=9 - n)
+    for _ in range(120):
+        run.one_more(60, 3)
+        run.one_more(60, 3)
+        run.turn()
+        if not any(id.startswith("long") for id in run.live):
+            break
+    ends = [id for id in run.ended if id.startswith("long")]
+    assert ends[-3:] == ["long3", "long4", "long5"]
+    run.finish()
+
+
+@each_overlap
 @each_layout
 def test_s12_decode_rows_run_under_a_stream_of_one_token_prompts(layout, overlap):
     """`mixed=False`: prompts come first, and there is always one. The rows that decode are passed over no more often
@@ -119,6 +142,7 @@ def test_s12_decode_rows_run_under_a_stream_of_one_token_prompts(layout, overlap
     run.turn()
     gaps = passed_over(run, "ann", lambda n: run.one_more(10, 1))
     assert len(gaps) >= 8 and max(gaps) <= MOST + 2 + overlap, gaps
+    assert sum(gaps) > 3 * MOST, "prompts do not wait for decodes longer than that either"
     run.finish()
 
 

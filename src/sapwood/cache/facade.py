@@ -532,6 +532,11 @@ class HybridPrefixCache:
         return self._tree.has_host
 
     @property
+    def has_pages(self) -> bool:
+        """Whether any group has pages by token, so that tables are as wide as requests are long."""
+        return bool(self._tree.paged)
+
+    @property
     def keeps_snapshots(self) -> bool:
         """Whether requests start from snapshots, so that checkpoints are worth making."""
         return bool(self._tree.slots)

@@ -160,17 +160,22 @@ class EngineLoop:
             self._begin(plan, rows)
         done: list[Done] = []
         over: list[set[str]] = []
-        if self._flights and (not rows or len(self._flights) > self._beside):
+        # One plan is finished; and what could not begin is told as soon as it is its turn, before anything is planned.
+        while self._flights and (self._flights[0].error or (not done and self._must_finish(rows))):
             flight = self._flights.popleft()
-            done.append(self._finish(flight))
+            finished, ends = self._finish(flight)
+            done.append(finished)
             over.append(flight.over)
-        later: list[Event] = [each.event for each in done]
-        if not plan.empty or done:
-            later += self.tiers.poll()
+            ended += ends
+        later = self.tiers.poll() if not plan.empty or done else []
         if later:
             ended += self._over(self.scheduler.advance(later))
+        events += [each.event for each in done]
         self._last = Step(plan, events + later, ended, done, over, len(self._flights))
         return self._last
+
+    def _must_finish(self, begun: bool) -> bool:
+        return not begun or len(self._flights) > self._beside
 
     def _begin(self, plan: Plan, rows: bool) -> None:
         if not rows:
@@ -186,8 +191,8 @@ class EngineLoop:
         except Exception as error:
             flight.error = error
 
-    def _finish(self, flight: _Flight) -> Done:
-        """What became of a plan. If it failed, those begun behind it count as failed too."""
+    def _finish(self, flight: _Flight) -> tuple[Done, list[Ended]]:
+        """What became of a plan, told to the scheduler. If it failed, those begun behind it count as failed too."""
         step = flight.plan.step
         assert step is not None
         event: StepDone | StepFailed
@@ -195,6 +200,7 @@ class EngineLoop:
             if flight.error is not None:
                 raise flight.error
             (event,) = self._hands.finish()
+            ended = self._over(self.scheduler.advance([event]))  # what it cannot take has changed nothing
         except AssertionError:
             raise
         except Exception as error:
@@ -204,10 +210,11 @@ class EngineLoop:
             if reason not in self._told and len(self._told) < _TOLD:
                 self._told.add(reason)
                 log.error("the error of step %s (told once):", step, exc_info=error)
+            ended = self._over(self.scheduler.advance([event]))
         if isinstance(event, StepFailed):
             for later in self._flights:
                 later.over.update(later.plan.batch.ids)
-        return Done(flight.plan, event)
+        return Done(flight.plan, event), ended
 
     def rest(self, timeout: float | None = None) -> None:
         """Wait while there is nothing to do: until a tier has news, a deadline of the scheduler comes, `wake` is
@@ -241,6 +248,8 @@ class EngineLoop:
                 break
             if step.idle:
                 self.tiers.wait(left)
+        while self._flights:  # no time is left: but what has begun is not left running
+            ended += self._finish(self._flights.popleft())[1]
         self.tiers.close(max(0.1, until - time.monotonic()))
         ended += self._over(self.scheduler.advance(self.tiers.poll()))
         return ended

@@ -22,7 +22,7 @@ _new = tuple.__new__  # a NamedTuple in a third of the time
 class Flight:
     """A plan between its making and its event: its rows in order, the decode rows first."""
 
-    __slots__ = ("chunks", "decodes", "doomed", "generation", "left", "retired", "step")
+    __slots__ = ("chunks", "decodes", "doomed", "generation", "left", "retired", "seated", "step")
 
     def __init__(self, step: int, decodes: list[Request], generation: int, chunks: list[Chunk]) -> None:
         self.step = step
@@ -31,6 +31,7 @@ class Flight:
         self.chunks = chunks
         self.doomed = False  # an earlier one has failed: whatever its event says, it counts as failed
         self.retired: list[Request] = []  # its decode rows that no later plan has: with it they get their last token
+        self.seated: list[tuple[int, str]] = []  # slots whose new owners it told
         self.left: list[Request] = []  # over, but their rows run: their slots go when the step is done
 
     def rows(self) -> list[Request]:
@@ -154,6 +155,13 @@ class Book:
                 if end - request.prompt + 1 < request.max_tokens and decoding.count < most:
                     self.join(request, UNKNOWN)
                     request.ahead = True
+
+    def seat_again(self, seated: list[tuple[int, str]]) -> None:
+        """The plan that told of these owners has failed: those who still have their slots are told again."""
+        for slot, id in seated:
+            request = self.requests.get(id)
+            if request is not None and request.slot == slot:
+                self.tables.seat(slot, id)
 
     def sit_out(self, request: Request) -> None:
         """A decode row cannot run in the next plan."""

@@ -192,6 +192,8 @@ class Outcome:
             return
         self.counts["steps_failed"] += 1
         fallen = self.cache.step_failed(flight.step, book.flights[-1].step)
+        for failed in book.flights:  # an executor may not have got so far as to see them
+            book.seat_again(failed.seated)
         del book.flights[0]
         for request in flight.left:
             book.vacate(request)
@@ -221,10 +223,7 @@ class Outcome:
         book = self.book
         for later in book.flights:
             later.doomed = True
-            for request in later.rows():
-                if request.phase is not ENDED:
-                    request.step = later.step  # which still reads its slot
-                    rows = [*rows, request]
+            rows = [*rows, *[request for request in later.rows() if request.phase is not ENDED]]
         for request in dict.fromkeys(rows):
             if request.phase is DECODING:
                 book.sit_out(request)

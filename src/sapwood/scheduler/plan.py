@@ -66,7 +66,8 @@ class Plan:
 
     changes  by group (places, values): the table entries, by slot * columns + column, that differ from what the last
              plan with rows showed (at first all are 0). After a StepFailed, and when tables have grown, all of them
-    seated   (slot, id) of slots with a new owner since then: what an executor keeps by slot begins anew there
+    seated   (slot, id) of slots with a new owner since then: what an executor keeps by slot begins anew there. Told
+             again if the plan that told it has failed
     """
 
     step: int | None = None

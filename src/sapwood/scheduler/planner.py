@@ -1,5 +1,6 @@
 """Making a plan: who grows, who computes which chunk, who comes in. The order of things in one plan:
 
+    0. retries     rows of a step that failed are tried apart from each other, and nobody else runs
     1. relief      who could not grow in the last plan gets room, at the cost of the least urgent
     2. decodes     every decode row gets the page it needs, or sits out
     3. chunks      first who was passed over too often, oldest first; then decode rows that sat out; then by urgency,
@@ -46,7 +47,7 @@ class Planner:
         self.snapshots = self.cache.keeps_snapshots
         self.pressure = Pressure(book)
         self.policy = POLICIES[config.policy]()
-        self.most = config.max_overtaken
+        self.most = config.max_overtaken  # 0: everybody is overdue who has been passed over at all, and who waits
         self.overdue: list[Request] = []  # passed over too often, when they were last looked at
         self.gate = Gate(0, ())
         self.retries: list[list[Request]] = []  # rows of failed steps, to be tried apart from each other
@@ -111,7 +112,8 @@ class Planner:
             self._checkpoint(decodes)
         book.step = self.number
         rows = decoding.requests.copy() if decodes else []
-        book.flights.append(Flight(self.number, rows, decoding.generation, chunks))
+        flight = Flight(self.number, rows, decoding.generation, chunks)
+        book.flights.append(flight)
         if chunks:
             self._age(decodes, chunks)
             batch = batch_of(decoding if decodes else None, chunks, self.groups)
@@ -121,6 +123,7 @@ class Planner:
             decoding.issued()
         tables = book.tables
         changes, seated = tables.take_changes(), tables.take_seated()
+        flight.seated = seated
         plan = Plan(self.number, batch, tables.arrays, self.copies, [], [], [], [], [], [], None, changes, seated)
         if book.transfers.under_way:
             plan.loads, plan.saves = book.transfers.take()
@@ -190,7 +193,7 @@ class Planner:
 
     def _find_overdue(self) -> list[Request]:
         """Those that hold memory or wait and were passed over too often, oldest first."""
-        self.overdue = [r for r in self.overdue if r.overtaken >= self.most and r.phase is not ENDED]
+        self.overdue = [r for r in self.overdue if r.overtaken >= (self.most or 1) and r.phase is not ENDED]
         if not self.most:
             return sorted([*self.book.prefilling.items, *self.book.waiting.items], key=_arrival)
         return sorted([r for r in self.overdue if r.phase in (PREFILLING, WAITING)], key=_arrival)
@@ -198,8 +201,8 @@ class Planner:
     def _decodes_overdue(self, overdue: list[Request]) -> bool:
         """Where a batch is of one kind: whether a row that decodes was passed over too often."""
         most = self.most or 1
-        return any(r.decodes and r.overtaken >= most for r in overdue) or (
-            bool(self.overdue) and any(r.phase is DECODING and r.overtaken >= most for r in self.overdue)
+        return any(r.decodes and r.overtaken >= most for r in overdue) or any(
+            r.phase is DECODING and r.overtaken >= most for r in self.overdue
         )
 
     def _age(self, decodes: bool, chunks: list[Chunk]) -> None:
@@ -241,7 +244,9 @@ class Planner:
         self.room: tuple[int, tuple[int, ...]] | None = None
         self.looks = _LOOKS
         for request in overdue:
-            if not self._serve(request, chunks):
+            if self.budget <= 0:
+                break
+            if (self.free > 0 or request.lease is not None) and not self._serve(request, chunks):
                 if request.adapter is not None and not self.gate.lets_in(request.adapter):
                     self.gate.close()
                 elif request.lease is None or request.sat_out:

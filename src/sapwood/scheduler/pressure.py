@@ -2,8 +2,8 @@
 retract somebody: the least urgent, and of those the latest to arrive. Who was passed over too often is given up only
 for one that was too, and came earlier.
 
-All of it happens before the first row of a plan is made, and with no plan in flight: nobody who is in a plan is ever
-retracted, nor sits out.
+All of it happens before the first row of a plan is made. Nobody sits out or is retracted while a plan is in flight: so
+nobody who is in a plan ever is.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class Request:
         self.step = 0  # the newest plan with a row of it that is not one of the decode rows
         self.since = 0  # while it decodes: the first plan that has it among the decode rows
         self.ahead = False  # it decodes, and the chunk that yields its first token there is still in flight
-        self.lead = 0  # while it decodes: its position, less the decode steps done so far
+        self.lead = 0  # while it decodes: where its next row begins, less the decode steps planned so far
         self.row = -1  # its place in the arrays while it decodes
         self.column = 0  # the next page it will need while it decodes
         self.ends = 0  # while it decodes: the step that brings its last token
@@ -155,7 +155,7 @@ class Request:
         self.recomputed = 0
         self.reached = 0  # the furthest position it has been at: what is computed below counts as again
         self.settled = (0, 0)  # `cached` and `reached` as of its last step that was done
-        self.tries = 0  # steps that failed with this row alone in them, since it got beyond `failed_at`
+        self.tries = 0  # steps that failed with this row alone in them, since it last got further than ever
         self.failed_at = -1  # the furthest position at which a row of it began that failed; -1: it has got beyond
         self.ran = False  # it has had a row
         self.overtaken = 0  # later ones that got their first row while it was ready and had none
@@ -222,11 +222,11 @@ class Request:
             if begin < prompt:
                 self.computed += (end if end < prompt else prompt) - begin
             self.reached = end
-            self.overtaken = 0
+            self.overtaken = self.tries = 0
         self.done = end
         self.settled = (self.cached, self.reached)
         if end > self.failed_at:
-            self.tries, self.failed_at = 0, -1
+            self.failed_at = -1
 
 
 def _check_numbers(spec: RequestSpec) -> None:
@@ -272,7 +272,7 @@ def checked(spec: RequestSpec, cache: HybridPrefixCache, max_columns: int) -> by
         raise Refused(spec.id, f"prompt and max_tokens must stay below 2**31, got {length} + {spec.max_tokens}")
     why = cache.too_long(length + spec.max_tokens - 1)
     pages = -(-(length + spec.max_tokens - 1) // cache.page_size)
-    if max_columns and pages > max_columns:
+    if max_columns and pages > max_columns and cache.has_pages:
         why = f"that takes {pages} pages, and tables are {max_columns} wide (max_columns)"
     if why:
         raise Refused(spec.id, f"it can never fit: {length} prompt + {spec.max_tokens} new tokens: {why}")

@@ -35,7 +35,7 @@ class Tables:
         self._free = list(range(slots))
         self._seated: dict[int, str] = {}  # slots with a new owner since the last plan with rows
         self._columns = 0
-        self._nothing: Changes = dict.fromkeys(self.names, (_NONE, _NONE))
+        self._nothing: Changes = dict.fromkeys(self.names, (_NONE, _NONE))  # handed to many plans: nobody writes it
         self._forget()
         self._widen(columns or _FIRST_COLUMNS)
         self._all = False
@@ -61,8 +61,12 @@ class Tables:
 
     def take_slot(self, id: str) -> int:
         slot = heapq.heappop(self._free)
-        self._seated[slot] = id
+        self.seat(slot, id)
         return slot
+
+    def seat(self, slot: int, id: str) -> None:
+        """The next plan tells that this slot has a new owner."""
+        self._seated[slot] = id
 
     def give_slot(self, slot: int) -> None:
         """Nobody reads its row any more; what stands there is written over when it is taken again."""
