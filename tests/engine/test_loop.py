@@ -131,7 +131,7 @@ def test_s14_an_error_in_begin_is_told_after_the_event_before_it(caplog):
             if not loop.live and not step.in_flight:
                 break
     assert events[:3] == [StepDone, StepDone, StepFailed]
-    assert halves.said[:7] == ["begin 1", "begin 2", "finish 1", "begin 3", "finish 2", "begin 4", "begin 5"], (
+    assert halves.said[:7] == ["begin 1", "begin 2", "finish 1", "begin 3", "finish 2", "begin 4", "finish 4"], (
         "nothing is planned on top of a plan that could not begin"
     )
     assert said == {"ann": answer(BASE, toks(1, 20), 9), "bob": answer(BASE, toks(2, 20), 9)}
