@@ -250,7 +250,7 @@ def _pairs(data: bytes) -> dict[str, Pair]:
     for module, half in halves.items():
         if len(half) != 2:
             raise AdapterError(f"{TENSORS}: {module} has lora_{min(half)} alone")
-    return {module: Pair(half["A"], half["B"]) for module, half in sorted(halves.items())}
+    return {module: Pair(half["A"], half["B"]) for module, half in halves.items()}
 
 
 def _digest(config: LoraConfig, pairs: dict[str, Pair]) -> bytes:
