@@ -1,0 +1,342 @@
+"""LoRA adapters in one model: who is loaded, which slot of the device holds whom, and what is added to which token.
+
+    load(name, path) --> host copies, by content digest        kept while a name or a request wants them
+                              |  begin(digests, lengths): uploads what the step's rows need
+                              v
+    slots on the device       module 1   A [slots + 1, rank, in]   B [slots + 1, out, rank]     slot 0 is the base model
+                              module 2   ...
+                              |  applied(routing): y = base(x); y[tokens of slot s] += (x @ A[s]^T) @ B[s]^T
+                              v
+                          forward of the model, rows of any adapters in one batch
+
+Used from the engine's thread alone; `read` may be called from any.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from . import lora_files
+from .lora_files import AdapterError, LoraFile, Pair
+
+Slots = npt.NDArray[np.int32]
+
+
+class UnknownAdapter(LookupError):
+    """Nobody is loaded under this name or digest. `rows` of a batch that asked for it; they never run as the base."""
+
+    def __init__(self, adapter: str | bytes, rows: Sequence[int] = ()) -> None:
+        shown = adapter.hex() if isinstance(adapter, bytes) else repr(adapter)
+        where = f", which rows {list(rows)} of the batch need" if rows else ""
+        super().__init__(f"adapter {shown}{where} is not loaded")
+        self.adapter = adapter
+        self.rows = list(rows)
+
+
+class Adapter(NamedTuple):
+    """The host copy of an adapter: for each module it changes, A and B as the device will hold them, B scaled."""
+
+    digest: bytes
+    pairs: dict[str, Pair]
+
+
+class Span(NamedTuple):
+    """The tokens of one slot: a range where they lie together, an index on the device where they do not."""
+
+    slot: int
+    tokens: slice | Tensor
+
+
+class Routing:
+    """Which tokens of a flat batch belong to which slot. `slots` has one entry a token, 0 for the base model."""
+
+    __slots__ = ("device", "slots", "spans")
+
+    def __init__(self, slots: Slots, device: torch.device) -> None:
+        self.slots = slots
+        self.device = device
+        self.spans: list[Span] = []
+        for slot in np.unique(slots[slots > 0]).tolist():
+            tokens = np.flatnonzero(slots == slot)
+            first, end = int(tokens[0]), int(tokens[-1]) + 1
+            if end - first == len(tokens):
+                self.spans.append(Span(slot, slice(first, end)))
+            else:
+                self.spans.append(Span(slot, torch.from_numpy(tokens).to(device)))
+
+    def part(self, tokens: slice | npt.NDArray[np.integer]) -> Routing | None:
+        """The routing of some of the tokens, for a module that is given those alone, in this order."""
+        slots = self.slots[tokens]
+        return Routing(slots, self.device) if slots.any() else None
+
+
+class _Wrapped:
+    """One nn.Linear with a stack of adapters. It stands in for the module's `forward`: the module keeps its class, its
+    name and its weights."""
+
+    def __init__(self, owner: Adapters, name: str, linear: nn.Linear) -> None:
+        rows, zeros = owner.slots + 1, linear.weight.new_zeros
+        self.owner = owner
+        self.name = name
+        self.shape = (linear.out_features, linear.in_features)
+        self.a = zeros(rows, owner.max_rank, linear.in_features)
+        self.b = zeros(rows, linear.out_features, owner.max_rank)
+        self.in_use: list[Pair | None] = [None] * rows  # [in, rank] and [rank, out] of each slot, without the padding
+        self.base = linear.forward
+        linear.forward = self  # type: ignore[method-assign]
+
+    def __call__(self, input: Tensor) -> Tensor:
+        y = self.base(input)
+        if self.owner.routing is not None:
+            self.add(self.owner.routing, input, y)
+        return y
+
+    def add(self, routing: Routing, x: Tensor, y: Tensor) -> None:
+        spans = [(self.in_use[span.slot], span.tokens) for span in routing.spans]
+        if not any(pair for pair, _ in spans):
+            return
+        x, y = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+        if len(x) != len(routing.slots):
+            raise RuntimeError(
+                f"{self.name} was given {len(x)} tokens and the adapters are routed for {len(routing.slots)}: "
+                "whoever calls it with others must apply the routing's `part` of them"
+            )
+        for pair, tokens in spans:
+            if pair is None:
+                continue
+            if isinstance(tokens, slice):
+                y[tokens].addmm_(x[tokens] @ pair.a, pair.b)
+            else:
+                y.index_add_(0, tokens, x.index_select(0, tokens) @ pair.a @ pair.b)
+
+    def upload(self, slot: int, pair: Pair | None) -> None:
+        """On the current stream, behind every step that was issued before. Padding is zero for whoever reads all."""
+        self.in_use[slot] = None
+        if pair is None:
+            self.b[slot].zero_()  # whatever A has, nothing is added
+            return
+        rank = len(pair.a)
+        a, b = self.a[slot, :rank], self.b[slot, :, :rank]
+        a.copy_(pair.a, non_blocking=True)
+        b.copy_(pair.b, non_blocking=True)
+        self.a[slot, rank:].zero_()
+        self.b[slot, :, rank:].zero_()
+        self.in_use[slot] = Pair(a.t(), b.t())
+
+
+class Adapters:
+    """All adapters of a model. Made once, with the weights in place; the model's linear layers are wrapped then.
+
+    max_loras   different adapters in one step
+    max_rank    the highest rank an adapter may have; device memory is for this rank
+    slots       adapters on the device at once; twice `max_loras` by default, as two steps in flight may share none
+    """
+
+    def __init__(self, model: nn.Module, max_loras: int, max_rank: int, slots: int | None = None) -> None:
+        for field, value in (("max_loras", max_loras), ("max_rank", max_rank)):
+            if value < 1:
+                raise ValueError(f"{field} must be at least 1, got {value}")
+        self.slots = 2 * max_loras if slots is None else slots
+        if self.slots < max_loras:
+            raise ValueError(f"slots must be at least max_loras, which is {max_loras}, got {slots}")
+        self.max_rank = max_rank
+        self.routing: Routing | None = None  # of the forward that runs now
+        self._model = model
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        self._wrapped = {
+            name: _Wrapped(self, name, module)
+            for name, module in model.named_modules()
+            if type(module) is nn.Linear and module is not head and not _in_expert(name)
+        }
+        if not self._wrapped:
+            raise ValueError("this model has no nn.Linear that an adapter could change")
+        self._device = next(iter(self._wrapped.values())).a.device
+
+        self._names: dict[str, bytes] = {}
+        self._host: dict[bytes, Adapter] = {}
+        self._holders: dict[bytes, int] = {}  # requests bound to an adapter
+        self._lru: OrderedDict[bytes, int] = OrderedDict()  # the slot of each digest on the device
+        self._free = list(range(self.slots, 0, -1))
+        self._in_flight: list[Routing] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of all slots."""
+        return sum(each.a.nbytes + each.b.nbytes for each in self._wrapped.values())
+
+    # Names and host copies.
+
+    def load(self, name: str, path: str | Path) -> bytes:
+        """Load an adapter, or give a loaded one another name. Other content under a name in use is an error."""
+        return self.add(name, self.read(path))
+
+    def replace(self, name: str, path: str | Path) -> bytes:
+        """Load an adapter under a name that may be in use. Who is bound to the old one goes on with it."""
+        adapter = self.read(path)
+        if self._names.get(name) not in (None, adapter.digest):
+            self.unload(name)
+        return self.add(name, adapter)
+
+    def read(self, path: str | Path) -> Adapter:
+        """Read an adapter and check it against the model; nothing is changed, so that any thread may do it."""
+        file = lora_files.read(path)
+        try:
+            return Adapter(file.digest, self._fit(file))
+        except AdapterError as error:
+            raise AdapterError(f"adapter {file.path}: {error}") from None
+
+    def add(self, name: str, adapter: Adapter) -> bytes:
+        if not name:
+            raise ValueError("an adapter needs a name")
+        if self._names.get(name, adapter.digest) != adapter.digest:
+            raise AdapterError(f"the name {name!r} is in use for other content: unload it first, or replace it")
+        self._names[name] = adapter.digest
+        self._host.setdefault(adapter.digest, adapter)
+        return adapter.digest
+
+    def unload(self, name: str) -> bytes:
+        """Forget a name at once. Its content stays while another name or a request has it."""
+        digest = self.digest_of(name)
+        del self._names[name]
+        self._drop(digest)
+        return digest
+
+    def names(self) -> dict[str, bytes]:
+        """The digest of each adapter that new requests may ask for."""
+        return dict(self._names)
+
+    def digest_of(self, name: str) -> bytes:
+        if name not in self._names:
+            raise UnknownAdapter(name)
+        return self._names[name]
+
+    def hold(self, digest: bytes) -> None:
+        """A request is bound to an adapter, from its submit to its end: waiting, running, retracted."""
+        if digest not in self._host:
+            raise UnknownAdapter(digest)
+        self._holders[digest] = self._holders.get(digest, 0) + 1
+
+    def release(self, digest: bytes) -> None:
+        holders = self._holders.pop(digest)
+        if holders > 1:
+            self._holders[digest] = holders - 1
+        self._drop(digest)
+
+    def _drop(self, digest: bytes) -> None:
+        if digest not in self._holders and digest not in self._names.values():
+            self._host.pop(digest, None)
+
+    def _fit(self, file: LoraFile) -> dict[str, Pair]:
+        pairs = {}
+        for module, (a, b) in file.pairs.items():
+            if module not in self._wrapped:
+                raise AdapterError(f"{module} {self._why_not(module)}")
+            if not file.config.addresses(module):
+                raise AdapterError(f"{module} has tensors, but is no target of {lora_files.CONFIG}")
+            rank, (n_out, n_in) = file.config.rank(module), self._wrapped[module].shape
+            if (a.shape, b.shape) != ((rank, n_in), (n_out, rank)):
+                raise AdapterError(
+                    f"{module} has lora_A {list(a.shape)} and lora_B {list(b.shape)}, where [{rank}, {n_in}] and "
+                    f"[{n_out}, {rank}] fit: the files do not agree, or are for another model"
+                )
+            if rank > self.max_rank:
+                raise AdapterError(f"{module} has rank {rank}, above max_lora_rank {self.max_rank}")
+            pairs[module] = self._host_copy(module, Pair(a, b), file.config.scale(module))
+        if file.config.target_modules is not None:
+            for module in self._wrapped:
+                if module not in pairs and file.config.addresses(module):
+                    raise AdapterError(
+                        f"{module} is a target of {lora_files.CONFIG} and has no tensors: "
+                        "the file is incomplete, or for another model"
+                    )
+        return pairs
+
+    def _host_copy(self, module: str, pair: Pair, scale: float) -> Pair:
+        like = self._wrapped[module].a
+        scaled = Pair(pair.a.to(like.dtype), (pair.b.double() * scale).to(like.dtype))
+        if not all(tensor.isfinite().all() for tensor in scaled):
+            raise AdapterError(f"{module} has values that are not finite in {like.dtype}")
+        # Pinned memory, so that an upload waits in the stream and not in the host.
+        return Pair(*(tensor.pin_memory() for tensor in scaled)) if like.is_cuda else scaled
+
+    def _why_not(self, module: str) -> str:
+        try:
+            found = self._model.get_submodule(module)
+        except AttributeError:
+            if _in_expert(module):
+                return "is an expert of its own in the adapter, and not in this model: its experts are fused"
+            return "is not in this model: the adapter is for another one"
+        if _in_expert(module):
+            return "is an expert, which sees some tokens only: adapters there are not supported"
+        if type(found) is nn.Linear:
+            return "is the output layer: adapters there are not supported"
+        return f"is a {type(found).__name__}: adapters on what is not nn.Linear are not supported"
+
+    # Steps.
+
+    def begin(self, digests: Sequence[bytes | None], lengths: Sequence[int]) -> Routing | None:
+        """Bring the adapters of a step's rows to the device; `lengths` are tokens by row. None if all rows are the base
+        model's. Their slots stay until `end`.
+
+        Uploads go into slots that no step in flight uses, on the current stream: have the one that runs the model be
+        current.
+        """
+        wanted = dict.fromkeys(digest for digest in digests if digest is not None)
+        if not wanted:
+            return None
+        for digest in wanted:
+            if digest not in self._host:
+                raise UnknownAdapter(digest, [row for row, other in enumerate(digests) if other == digest])
+        absent = [digest for digest in wanted if digest not in self._lru]
+        busy = {span.slot for routing in self._in_flight for span in routing.spans}
+        idle = [digest for digest, slot in self._lru.items() if digest not in wanted and slot not in busy]
+        short = len(absent) - len(self._free)
+        if short > len(idle):
+            raise RuntimeError(
+                f"{len(wanted)} adapters in a step, {len(busy)} slots in use by steps in flight, {self.slots} slots: "
+                "max_loras of the scheduler must not be above that of the adapters"
+            )
+        for digest in idle[: max(short, 0)]:
+            self._free.append(self._lru.pop(digest))
+        for digest in absent:
+            self._upload(self._free[-1], self._host[digest])
+            self._lru[digest] = self._free.pop()  # only now: a slot filled in part is a free one
+        for digest in wanted:
+            self._lru.move_to_end(digest)
+        slot_of = np.array([0 if digest is None else self._lru[digest] for digest in digests], np.int32)
+        routing = Routing(np.repeat(slot_of, lengths), self._device)
+        self._in_flight.append(routing)
+        return routing
+
+    @contextlib.contextmanager
+    def applied(self, routing: Routing | None) -> Iterator[None]:
+        """Forwards inside run with these adapters. May be nested, with a `part` for what sees some tokens only."""
+        before, self.routing = self.routing, routing
+        try:
+            yield
+        finally:
+            self.routing = before
+
+    def end(self, routing: Routing | None) -> None:
+        """A step is over, done or failed: nothing on the device reads its slots any more."""
+        if routing is not None:
+            self._in_flight.remove(routing)
+
+    def _upload(self, slot: int, adapter: Adapter) -> None:
+        with torch.inference_mode():
+            for name, wrapped in self._wrapped.items():
+                wrapped.upload(slot, adapter.pairs.get(name))
+
+
+def _in_expert(module: str) -> bool:
+    """Routed experts see the tokens that were sent to them, in an order of their own."""
+    return "experts" in module.split(".")
