@@ -38,7 +38,7 @@ class TextStream:
         self._held = ""
         self._window = [int(token) for token in prompt_tail[-TAIL:]]
         self._read = self._sent = 0
-        self._begin_window(0)
+        self._sent = len(self._begin_window(0).rstrip(_HALF))
 
     @property
     def text(self) -> str:
@@ -80,13 +80,14 @@ class TextStream:
         self._window, self._read, self._sent = [], 0, 0
         return new + rest
 
-    def _begin_window(self, at: int) -> None:
-        """The next window begins with the tokens from `at` on, whose text is out already: what comes after a token may
-        depend on it (spaces), and not on those before it."""
+    def _begin_window(self, at: int) -> str:
+        """The next window begins with the tokens from `at` on, whose text is out already: what a token becomes may
+        depend on the one before it (spaces), not on earlier ones. Returns their text."""
         del self._window[:at]
         self._read = len(self._window)
-        known = self._decode(self._window, skip_special_tokens=self._skips) if self._decode and self._window else ""
-        self._sent = len(known.rstrip(_HALF))
+        known: str = self._decode(self._window, skip_special_tokens=self._skips) if self._decode else ""
+        self._sent = len(known)
+        return known
 
     def _take(self, new: str) -> str:
         """What of the text held back and this new text is final."""
