@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from sapwood.engine import sampling
 from sapwood.engine.params import SamplingParams
 from sapwood.engine.sampling import Sampled, Sampler, logprobs_of
 
@@ -236,8 +237,7 @@ def test_tokens_come_as_often_as_they_are_likely(asked):
     """Tokens of one request over 20,000 steps, and of 4,000 seeds at one step, come with the probabilities the filters
     leave (chi-square, fixed seeds), and never one that is left out.
 
-    Mutation: `_mixed` without its second multiplication; `_draw` takes the square of the random number; `right=False`
-    in `_draw` with a weight of zero at the front.
+    Mutation: `_draw` takes the square of the random number; or with `top_k` alone, one token less is kept.
     """
     logits = some_logits(3, 1)
     logits[0, 0] = -math.inf
@@ -257,11 +257,25 @@ def test_tokens_come_as_often_as_they_are_likely(asked):
         assert chi < degrees + 4 * math.sqrt(2 * degrees) + 5, (chi, degrees)
 
 
+def test_the_smallest_and_the_largest_random_number(monkeypatch):
+    """Zero means the first token that may be chosen, the largest number the last, and none that may not.
+
+    Mutation: `right=False` in `_draw`; random numbers of 53 bits, whose largest rounds up to the total.
+    """
+    logits = torch.zeros(1, VOCABULARY)
+    logits[0, [0, 1, 95, 96]] = -math.inf
+    whole = np.uint64(2**64 - 1)
+    for number, token in ((np.uint64(0), 2), (whole, 94)):
+        monkeypatch.setattr(sampling, "_mixed", lambda numbers, number=number: np.full(len(numbers), number))
+        assert draws(SamplingParams(seed=1), logits, 1).tolist() == [token]
+
+
 def test_random_numbers_belong_to_seed_sample_and_index():
     """Same seed, sample and index: same token. Another of any of them: other tokens. These very ones, for good: what a
     user has seen with a seed does not change with the version.
 
-    Mutation: `sample_index` is not part of the stream; `_GOLDEN` is another number.
+    Mutation: `sample_index` is not part of the stream; `_mixed` without its second multiplication; `_GOLDEN` is
+    another number.
     """
     logits = torch.zeros(1, VOCABULARY)
     params = SamplingParams(seed=7)
@@ -345,8 +359,8 @@ def test_retraction_and_failed_steps_change_nothing(which):
     """Penalties and bad words after a retraction, and after steps that failed and are sampled again (one, or two under
     overlap), are those of a run without either.
 
-    Mutation: `_look_back` forgets `generated`, or `prompt`; `_go_back` leaves the counts, or leaves `_counted`;
-    `_RECENT` is 8.
+    Mutation: `_count` forgets `generated`, or `prompt`; `_remember` forgets `generated`; `_go_back` leaves the
+    counts; `_RECENT` is 8.
     """
     words = tuple((a, b) for a in range(9) for b in range(9) if a != b) + ((4, 4, 4, 4, 4, 4, 4, 4), (1,))
     asked = Asked(SamplingParams(seed=5, **LOOKING_BACK[which]), [1, 7, 7, 50], words)
@@ -435,7 +449,7 @@ def test_nothing_ends_before_min_tokens():
     """Eos and stop tokens are not chosen before `min_tokens` tokens are there, and are from then on, greedily and
     drawn, even if they are all that is likely.
 
-    Mutation: `rows.index <= self._least` ; `ends` without `eos`.
+    Mutation: `_EARLY` up to and with the token after them; `ends` without `eos`.
     """
     logits = torch.full((1, VOCABULARY), -5.0)
     logits[0, [2, 3, 60]] = 9.0
@@ -454,19 +468,22 @@ def test_nothing_ends_before_min_tokens():
     "asked", [{}, {"temperature": 0.0}, {"top_p": 0.5, "top_k": 5}, {"presence_penalty": 1.0}], ids=str
 )
 @pytest.mark.parametrize("broken", ["nan", "one nan", "-inf", "inf"])
-def test_rows_of_nan_are_told_and_hurt_nobody(asked, broken):
+@pytest.mark.parametrize("device", ["cpu", "as on CUDA"])
+def test_rows_of_nan_are_told_and_hurt_nobody(asked, broken, device, monkeypatch):
     """NaN anywhere in a row, nothing but -inf, or +inf make it bad, whatever it asks for; the others get their tokens,
     and so does the row when it is sampled again with sound logits.
 
-    Mutation: `bad` from the logits after masks alone, where a NaN may be hidden; `isfinite` asked of NaN alone;
-    `clamp_` of `_draw` left out.
+    Mutation: `_allow` fills with -inf instead of adding it, and a NaN is hidden; `isfinite` asked of NaN alone, in
+    `sample`; `clamp_` left out in `_filter`.
     """
-    params = SamplingParams(seed=3, logprobs=2, **asked)
+    if device != "cpu":  # where NaN as an integer is 0
+        monkeypatch.setattr(sampling, "_masses", lambda weights: (weights.nan_to_num(0) * 2**40).long())
+    params = SamplingParams(logprobs=2, allowed_token_ids=range(50) if broken == "one nan" else None, **asked)
     logits = some_logits(8, 5)
     sampler, sound = new_sampler(), new_sampler()
     for slot in range(5):
         for each in (sampler, sound):
-            each.seat(slot, dataclasses.replace(params, seed=slot, allowed_token_ids=range(50)), [1], [], EOS, 0)
+            each.seat(slot, dataclasses.replace(params, seed=slot), [1], [], EOS, 0)
     hurt = logits.clone()
     if broken == "one nan":
         hurt[2, 70] = math.nan  # among those it may not choose

@@ -32,17 +32,18 @@ from .params import MOST_BAD_WORD_TOKENS, MOST_LOGPROBS, SamplingParams
 Ints = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 # What a slot asks for.
-_EDITS = 1  # logit_bias, bad words of one token, and min_tokens while they are not reached
+_EDITS = 1  # logit_bias, bad words of one token
 _WORDS = 2  # bad words of several tokens
 _ALLOWED = 4
 _PENALTIES = 8
-_SHAPED = _EDITS | _WORDS | _ALLOWED | _PENALTIES
 _RANDOM = 16
 _MIN_P = 32
 _TOP_K = 64
 _TOP_P = 128
 _LOGPROBS = 256
 _RANKED = 512  # logprobs of the likeliest tokens besides
+_EARLY = 1024  # of a row: it has not reached min_tokens
+_SHAPED = _EDITS | _EARLY | _WORDS | _ALLOWED | _PENALTIES
 _HISTORY = _WORDS | _PENALTIES
 
 # Columns of what a slot asks for in numbers.
@@ -156,7 +157,9 @@ class Sampler:
         if params.logprobs is not None:
             needs |= _LOGPROBS | _RANKED * (params.logprobs > 0)
         if needs & _HISTORY:
-            self._look_back(slot, prompt, generated, bool(needs & _PENALTIES))
+            self._remember(slot, generated)
+        if needs & _PENALTIES:
+            self._count(slot, prompt, generated)
         elif self._rows[slot] >= 0:
             self._free.append(int(self._rows[slot]))
             self._rows[slot] = -1
@@ -168,18 +171,19 @@ class Sampler:
         self._seats[slot] = seat
         self._needs[slot] = needs
 
-    def _look_back(self, slot: int, prompt: Ints, generated: Ints, counts: bool) -> None:
-        """Keep the tokens of a slot from here on, beginning with those that are known."""
+    def _remember(self, slot: int, generated: Ints) -> None:
+        """Begin with the last tokens that are known."""
         known = np.asarray(generated, np.int64)
         recent = np.full(_RECENT, _NONE, np.int64)
         last = np.arange(max(0, len(known) - _RECENT), len(known))
         recent[last % _RECENT] = known[last]
         self._recent[slot] = self._put(recent)
         self._counted[slot] = len(known)
-        if not counts:
-            return
-        row = 2 * np.bincount(known, minlength=self.vocabulary).astype(np.int32)
-        row[np.asarray(prompt, np.int64)] |= 1
+
+    def _count(self, slot: int, prompt: Ints, generated: Ints) -> None:
+        """Begin with the counts of the tokens that are known. Room for them is made where there is none yet."""
+        counts = 2 * np.bincount(np.asarray(generated, np.int64), minlength=self.vocabulary).astype(np.int32)
+        counts[np.asarray(prompt, np.int64)] |= 1
         if self._rows[slot] < 0:
             if not self._free:
                 have = len(self._counts)
@@ -187,7 +191,7 @@ class Sampler:
                 self._counts = torch.cat([self._counts, self._counts.new_zeros((more, self.vocabulary))])
                 self._free = list(range(have, have + more))
             self._rows[slot] = self._free.pop()
-        self._counts[int(self._rows[slot])] = self._put(row)
+        self._counts[int(self._rows[slot])] = self._put(counts)
 
     @torch.no_grad()
     def sample(self, logits: Tensor, slots: Ints, index: Ints, masks: npt.NDArray[np.int32] | None = None) -> Sampled:
@@ -196,7 +200,7 @@ class Sampler:
         rows = _Rows(self._needs[slots], np.asarray(slots, np.int64), np.asarray(index, np.int64))
         if logits.shape != (len(rows.slots), self.vocabulary):
             raise ValueError(f"logits must be a row a slot, {len(rows.slots)} x {self.vocabulary}, got {logits.shape}")
-        rows.needs[rows.index < self._least[rows.slots]] |= _EDITS
+        rows.needs[rows.index < self._least[rows.slots]] |= _EARLY
         if masks is not None:
             rows.needs[(masks != -1).any(-1)] |= _ALLOWED
         looking = rows.that(_HISTORY)
@@ -210,7 +214,7 @@ class Sampler:
             at = self._put(beyond)
             x = _working(logits.index_select(0, at))
             tokens[at], best = self._choose(rows.some(beyond), x, tokens[at], None if masks is None else masks[beyond])
-            bad[at] |= ~best.isfinite()
+            bad[at] = ~best.isfinite()  # also where it was before: to NaN and infinity things are only added
         tokens.masked_fill_(bad, 0)
 
         asked = rows.that(_LOGPROBS)
@@ -249,9 +253,9 @@ class Sampler:
     def _edit(self, rows: _Rows, logits: Tensor) -> None:
         """Add to single logits: a bias, or minus infinity to what may not be chosen."""
         at, ids, biases = [], [], []
-        for i in rows.that(_EDITS).tolist():
+        for i in rows.that(_EDITS | _EARLY).tolist():
             seat = self._seat(rows.slots[i])
-            ends = seat.ends if rows.index[i] < self._least[rows.slots[i]] else seat.ends[:0]
+            ends = seat.ends if rows.needs[i] & _EARLY else seat.ends[:0]
             at.append(np.full(len(seat.named) + len(ends), i))
             ids += [seat.named, ends]
             biases += [seat.biases, np.full(len(ends), -np.inf)]
@@ -329,7 +333,8 @@ class Sampler:
                 reached = _masses(_drop(ascending, least)).cumsum(-1)
                 total = reached[:, -1:]
                 at = torch.searchsorted(reached, total - (total * p).ceil().long(), right=True)
-                least = torch.maximum(least, ascending.gather(1, at.clamp_(max=self.vocabulary - 1)))
+                at.clamp_(max=self.vocabulary - 1)  # rows of NaN may be beyond
+                least = torch.maximum(least, ascending.gather(1, at))
             _drop(x, least)
 
         self._apply(weights, which, keep)
@@ -337,9 +342,8 @@ class Sampler:
     def _draw(self, rows: _Rows, weights: Tensor) -> Tensor:
         """A token a row, with a chance by its weight."""
         reached = _masses(weights).cumsum(-1)
-        # Rows of NaN may be beyond the last.
         aim = (self._put(self._uniforms(rows)[:, None]) * reached[:, -1:]).long()
-        return torch.searchsorted(reached, aim, right=True)[:, 0].clamp_(max=self.vocabulary - 1)
+        return torch.searchsorted(reached, aim, right=True)[:, 0]
 
     def _uniforms(self, rows: _Rows) -> npt.NDArray[np.float64]:
         """A number from 0 to below 1 for each row, in steps small enough and large enough for 2**63 to be divided."""
