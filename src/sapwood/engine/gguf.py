@@ -189,8 +189,8 @@ def _q4_k(blocks: Bytes) -> Floats:
 def _q5_k(blocks: Bytes) -> Floats:
     scales, mins = _scales_and_mins(blocks)
     values = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
-    fifth: Bytes = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
-    return scales * (values | fifth << 4) - mins
+    fifth = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    return scales * (values | fifth << 4).astype(np.float32) - mins
 
 
 def _q6_k(blocks: Bytes) -> Floats:

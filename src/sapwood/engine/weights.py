@@ -90,13 +90,11 @@ def _config(files: ModelFiles) -> Any:
 
     path = files.folder / "config.json"
     kind = files.config.get("model_type")
-    if kind not in CONFIG_MAPPING:
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         code = " and runs code of its own (auto_map), which is never executed" if "auto_map" in files.config else ""
         raise ModelError(f"{path}: transformers does not know model_type {kind!r:.60}: the model is too new{code}")
-    try:
+    with _named(path):
         config = AutoConfig.from_pretrained(files.folder, local_files_only=True, trust_remote_code=False)
-    except Exception as problem:  # whatever a config class makes of values that it did not expect
-        raise ModelError(f"{path}: not a config of a {kind} model ({problem})") from None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(f"{path}: a {kind} model does not generate text")
     return config
@@ -108,23 +106,18 @@ def _load(files: ModelFiles, config: Any, dtype: Any, device: torch.device, prog
     loader: Any = transformers.AutoModelForCausalLM  # typed as if it gave no report
     held = {name: path for path in files.weights for name in tensors_in(path)}
     on_device = {} if device.type == "cpu" else {"device_map": {"": device}}
-    try:
-        with _quiet(progress):
-            model, report = loader.from_pretrained(
-                files.folder,
-                config=config,
-                dtype=dtype,
-                trust_remote_code=False,
-                local_files_only=True,
-                use_safetensors=True,
-                ignore_mismatched_sizes=True,  # the report has them all; the error would have none
-                output_loading_info=True,
-                **on_device,
-            )
-    except (ValueError, TypeError, RuntimeError, OSError, AttributeError, KeyError) as problem:
-        if "out of memory" in str(problem):
-            raise
-        raise ModelError(f"{files.folder}: transformers cannot load it ({problem})") from problem
+    with _named(files.folder), _quiet(progress):
+        model, report = loader.from_pretrained(
+            files.folder,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=False,
+            local_files_only=True,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # the report has them all; the error would have none
+            output_loading_info=True,
+            **on_device,
+        )
     _complain(files, held, report)
     if device.type == "cpu":
         _own_memory(model)
@@ -157,6 +150,18 @@ def _own_memory(model: torch.nn.Module) -> None:
 
 
 @contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """What transformers makes of values that it did not expect may be any error; this one says in which file they are.
+    Too little memory is not the file's fault."""
+    try:
+        yield
+    except Exception as problem:
+        if isinstance(problem, MemoryError) or "memory" in str(problem):
+            raise
+        raise ModelError(f"{path}: transformers makes no model of it ({problem})") from problem
+
+
+@contextmanager
 def _quiet(progress: bool) -> Iterator[None]:
     """transformers shows its progress bar as told, and leaves its report to us."""
     from transformers import utils
@@ -185,11 +190,8 @@ def _dummy(files: ModelFiles, config: Any, dtype: Any, device: torch.device, see
     maker: Any = transformers.AutoModelForCausalLM
     if dtype == "auto":
         dtype = getattr(config.get_text_config(), "dtype", None) or torch.bfloat16
-    try:
-        with device, torch.random.fork_rng(devices=[]):
-            model: torch.nn.Module = maker.from_config(config, dtype=dtype, trust_remote_code=False)
-    except (ValueError, TypeError, AttributeError, KeyError) as problem:
-        raise ModelError(f"{files.folder / 'config.json'}: no model can be made from it ({problem})") from problem
+    with _named(files.folder / "config.json"), device, torch.random.fork_rng(devices=[]):
+        model: torch.nn.Module = maker.from_config(config, dtype=dtype, trust_remote_code=False)
     ring = torch.from_numpy(_ring(seed)).to(device)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
