@@ -1,0 +1,218 @@
+"""From what a user names to a model in memory: a folder, a GGUF file, a hub's id or nothing at all, then its weights.
+
+transformers builds the model and reads safetensors tensor by tensor, straight to where they are wanted; here is what it
+leaves open: which files those are, that nothing is missing or left over, and errors that name the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .default_model import converted, default_model
+from .model_files import ModelError, ModelFiles, config_in, files_in, tensors_in
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+LOAD_FORMATS = ("auto", "dummy")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_TEXTS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt")
+_WEIGHTS = ("model.safetensors", "model-*.safetensors")
+_PERIOD = 4_194_301  # a prime, so that the rows of a matrix never begin at the same number again
+
+
+def find_model(model: str | None, *, load_format: str, revision: str | None = None) -> ModelFiles:
+    """The files of a model. `load_format="dummy"` needs a config alone: the folder of one, or the file itself."""
+    _one_of("load_format", load_format, LOAD_FORMATS)
+    dummy = load_format == "dummy"
+    path = Path(model or "").expanduser()
+    if model is None:
+        folder = default_model()
+    elif path.suffix == ".gguf" and path.is_file():
+        folder = converted(path)
+    elif path.name == "config.json" and path.is_file() and dummy:
+        folder = path.parent
+    elif path.is_dir():
+        folder = path
+    elif path.exists():
+        raise ModelError(f"{path} is neither a model folder nor a .gguf file")
+    elif _HUB_ID.fullmatch(model):
+        folder = _from_hub(model, revision, _TEXTS if dummy else _TEXTS + _WEIGHTS)
+    else:
+        raise ModelError(f"{path} is not there")
+    name = model or "the default model"
+    return ModelFiles(name, folder, config_in(folder), ()) if dummy else files_in(folder, name)
+
+
+def load_model(files: ModelFiles, *, dtype: str, device: str, seed: int = 0, progress: bool = False) -> torch.nn.Module:
+    """The model on its device, ready to compute. No second copy of its weights is made in host memory on the way.
+
+    `dtype="auto"` is float32 on a CPU and the checkpoint's elsewhere. Where there are no weights, they are random.
+    """
+    import torch
+
+    _one_of("dtype", dtype, DTYPES)
+    place = torch.device(device)
+    config = _config(files)
+    kind: Any = getattr(torch, dtype) if dtype != "auto" else torch.float32 if place.type == "cpu" else "auto"
+    if not files.weights:
+        model = _dummy(files, config, kind, place, seed)
+    else:
+        model = _load(files, config, kind, place, progress)
+    return model.eval().requires_grad_(False)
+
+
+def _from_hub(model: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=list(patterns)))
+    except Exception as problem:  # offline, unreachable, gated, no such id: all the same to whoever waits
+        why = (str(problem).strip() or type(problem).__name__).splitlines()[0]
+        raise ModelError(
+            f"{model} is no folder here, and it cannot be had from the hub ({why}). A folder with config.json and "
+            "safetensors, or a GGUF file, needs no hub"
+        ) from None
+
+
+def _config(files: ModelFiles) -> Any:
+    """The config as transformers understands it. Code that comes with a model is never run."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    path = files.folder / "config.json"
+    kind = files.config.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        code = " and runs code of its own (auto_map), which is never executed" if "auto_map" in files.config else ""
+        raise ModelError(f"{path}: transformers does not know model_type {kind!r:.60}: the model is too new{code}")
+    with _named(path):
+        config = AutoConfig.from_pretrained(files.folder, local_files_only=True, trust_remote_code=False)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(f"{path}: a {kind} model does not generate text")
+    return config
+
+
+def _load(files: ModelFiles, config: Any, dtype: Any, device: torch.device, progress: bool) -> torch.nn.Module:
+    import transformers
+
+    loader: Any = transformers.AutoModelForCausalLM  # typed as if it gave no report
+    held = {name: path for path in files.weights for name in tensors_in(path)}
+    on_device = {} if device.type == "cpu" else {"device_map": {"": device}}
+    with _named(files.folder), _quiet(progress):
+        model, report = loader.from_pretrained(
+            files.folder,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=False,
+            local_files_only=True,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # the report has them all; the error would have none
+            output_loading_info=True,
+            **on_device,
+        )
+    _complain(files, held, report)
+    if device.type == "cpu":
+        _own_memory(model)
+    found: torch.nn.Module = model
+    return found
+
+
+def _complain(files: ModelFiles, held: dict[str, Path], report: dict[str, Any]) -> None:
+    def first(names: list[str]) -> str:
+        where = held.get(names[0], files.folder)
+        return f"{where}: tensor {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+    if wrong := sorted(report["mismatched_keys"]):
+        _, got, wanted = wrong[0]
+        raise ModelError(f"{first([name for name, *_ in wrong])}: shape {tuple(got)}, by config.json {tuple(wanted)}")
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(f"{first(missing)} missing: the weights are not all there, or config.json is another model's")
+    if unknown := sorted(report["unexpected_keys"]):
+        raise ModelError(f"{first(unknown)} has no place in the model: config.json is another model's")
+    if report["error_msgs"]:
+        raise ModelError(f"{files.folder}: {report['error_msgs'][0]}")
+
+
+def _own_memory(model: torch.nn.Module) -> None:
+    """On a CPU, weights that need no cast are still the mapped file, and would change with it: they are copied out of
+    it, tensor by tensor. What torch has not allocated itself, it cannot resize."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.untyped_storage().resizable():
+            tensor.data = tensor.data.clone()
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """What transformers makes of values that it did not expect may be any error; this one says in which file they are.
+    Too little memory is not the file's fault."""
+    try:
+        yield
+    except Exception as problem:
+        if isinstance(problem, MemoryError) or "memory" in str(problem):
+            raise
+        raise ModelError(f"{path}: transformers makes no model of it ({problem})") from problem
+
+
+@contextmanager
+def _quiet(progress: bool) -> Iterator[None]:
+    """transformers shows its progress bar as told, and leaves its report to us."""
+    from transformers import utils
+
+    logging: Any = utils.logging
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    switch = {True: logging.enable_progress_bar, False: logging.disable_progress_bar}
+    switch[progress]()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        switch[bars]()
+        logging.set_verbosity(level)
+
+
+def _dummy(files: ModelFiles, config: Any, dtype: Any, device: torch.device, seed: int) -> torch.nn.Module:
+    """Weights for measuring: the same on every machine and device for one seed, and close to normal(0, 0.02).
+
+    Each tensor reads one ring of numbers from a place of its own, so that a large model is filled at the speed of
+    memory. Where the model begins with ones (norms), the numbers are added to them.
+    """
+    import torch
+    import transformers
+
+    maker: Any = transformers.AutoModelForCausalLM
+    if dtype == "auto":
+        dtype = getattr(config.get_text_config(), "dtype", None) or torch.bfloat16
+    with _named(files.folder / "config.json"), device, torch.random.fork_rng(devices=[]):
+        model: torch.nn.Module = maker.from_config(config, dtype=dtype, trust_remote_code=False)
+    ring = torch.from_numpy(_ring(seed)).to(device)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            base = 1.0 if bool((tensor == 1).all()) else 0.0
+            start = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") % _PERIOD
+            flat = tensor.data.view(-1)
+            for at in range(0, len(flat), _PERIOD):
+                piece = flat[at : at + _PERIOD]
+                piece.copy_(ring[start : start + len(piece)] + base)
+    return model
+
+
+def _ring(seed: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """A ring of `_PERIOD` numbers, twice, so that a piece may begin anywhere. Sums of four whole random numbers: exact
+    on every machine, where a normal distribution's logarithms are not."""
+    words = np.random.Philox(seed).random_raw(_PERIOD).view(np.uint16).reshape(-1, 4)
+    centred = words.sum(axis=1, dtype=np.int64) - 2 * 65535
+    once = (centred * (0.02 / (65536 / math.sqrt(3)))).astype(np.float32)
+    return np.concatenate([once, once])
+
+
+def _one_of(what: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ModelError(f"{what} must be one of {', '.join(known)}, got {value!r:.60}")
