@@ -93,7 +93,7 @@ class HostArena:
         room = available_bytes()
         if room is not None and self.nbytes > room:
             raise MemoryError(
-                f"the host cache wants {_readable(self.nbytes)} and {_readable(room)} are available: "
+                f"the host cache wants {readable(self.nbytes)} and {readable(room)} are available: "
                 f"ask for fewer host pages ({self._wanted()})"
             )
         self.pages: dict[str, Bytes] = {}
@@ -102,13 +102,13 @@ class HostArena:
                 self.pages[group.name] = _host((group.host_pages + 1, group.page_bytes))
             except MemoryError:
                 raise MemoryError(
-                    f"the host cache wants {_readable(self.nbytes)}, and the system has not got them: "
+                    f"the host cache wants {readable(self.nbytes)}, and the system has not got them: "
                     f"ask for fewer host pages ({self._wanted()})"
                 ) from None
             self.pages[group.name][0] = 0
 
     def _wanted(self) -> str:
-        return ", ".join(f"{g.name}: {g.host_pages} pages of {_readable(g.page_bytes)}" for g in self.groups)
+        return ", ".join(f"{g.name}: {g.host_pages} pages of {readable(g.page_bytes)}" for g in self.groups)
 
     def close(self) -> None:
         """Give the memory back. Views that others still hold keep their group's."""
@@ -216,7 +216,7 @@ def available_bytes() -> int | None:
     return min(found) if found else None
 
 
-def _readable(nbytes: int) -> str:
+def readable(nbytes: int) -> str:
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= size:
             return f"{nbytes / size:.4g} {unit}"

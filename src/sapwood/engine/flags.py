@@ -1,0 +1,107 @@
+"""How an engine is set up: the flags of the command line and of `LLM(...)`, by vLLM's names; frozen, and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from sapwood.cache import whole_number
+from sapwood.store.uri import nbytes
+
+_MOST = 2**31 - 1
+# What others have and we have not: refused by name, unless it says what is the case anyway.
+_NOT_HERE: Mapping[str, tuple[Any, str]] = {
+    "tensor_parallel_size": (1, "one GPU serves a model here"),
+    "pipeline_parallel_size": (1, "one GPU serves a model here"),
+    "data_parallel_size": (1, "start several servers, and a router before them"),
+    "kv_cache_dtype": ("auto", "K and V are kept as the model computes them"),
+    "trust_remote_code": (False, "no code that comes with a model is run"),
+    "quantization": (None, "quantised weights are not served yet"),
+    "speculative_config": (None, "there is no speculative decoding yet"),
+}
+_ALIASES = {"block_size": "page_size"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What to serve, and with how much.
+
+    model                   a folder, a .gguf file or a hub's id; None: the default model
+    tokenizer               another one than the model's
+    dtype, device           "auto": float32 on a CPU, the checkpoint's own on a GPU; a GPU if there is one
+    seed                    of what is random: weights of load_format="dummy", samples without a seed of their own
+    max_model_len           the longest context; None: the model's own
+    max_num_seqs            requests that run at a time
+    max_num_batched_tokens  tokens computed in one step; None: 2048 on a CPU, 8192 on a GPU
+    page_size               tokens of a page (alias: block_size)
+    device_cache            bytes with a unit for K, V and states; "auto": what gpu_memory_utilization leaves, or 40 %
+                            of what a CPU's memory has free
+    host_cache              bytes with a unit behind it in host memory; "0": none
+    store                   the URI of a store behind that
+    cache_policy            who comes in next: "fcfs" or "prefix"
+    overlap                 1: the next step is planned while one runs
+    """
+
+    model: str | None = None
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    seed: int = 0
+    load_format: str = "auto"
+    revision: str | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int | None = None
+    page_size: int = 16
+    device_cache: str = "auto"
+    host_cache: str = "0"
+    store: str | None = None
+    cache_policy: str = "fcfs"
+    enable_prefix_caching: bool = True
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    gpu_memory_utilization: float = 0.9
+    enforce_eager: bool = False
+    skip_tokenizer_init: bool = False
+    overlap: int = 0
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "page_size", "max_loras", "max_lora_rank"):
+            whole_number(name, getattr(self, name), 1, 1 << 20)
+        for name in ("max_model_len", "max_num_batched_tokens"):
+            if getattr(self, name) is not None:
+                whole_number(name, getattr(self, name), 1, _MOST)
+        whole_number("seed", self.seed, -(2**63), 2**63 - 1)
+        whole_number("overlap", self.overlap, 0, 1)
+        if not isinstance(self.gpu_memory_utilization, int | float) or not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization!r}"
+            )
+        for name in ("enable_prefix_caching", "enable_lora", "enforce_eager", "skip_tokenizer_init", "progress"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r:.60}")
+        if self.device_cache != "auto":
+            nbytes("device_cache", str(self.device_cache))
+        nbytes("host_cache", str(self.host_cache))
+        if self.store is not None and not nbytes("host_cache", str(self.host_cache)):
+            raise ValueError("store needs host_cache, through which its pages come and go, got host_cache=0")
+
+
+def from_flags(model: str | None, flags: Mapping[str, Any]) -> EngineConfig:
+    """An EngineConfig from flags as on the command line, with underscores. ValueError that names one we do not have."""
+    known = {field.name for field in fields(EngineConfig)}
+    taken: dict[str, Any] = {"model": model}
+    for name, value in flags.items():
+        if name in _NOT_HERE:
+            default, why = _NOT_HERE[name]
+            if value != default:
+                raise ValueError(f"{name} must be {default!r}: {why}, got {value!r:.60}")
+            continue
+        name = _ALIASES.get(name, name)
+        if name not in known:
+            raise ValueError(f"there is no flag {name!r:.60}; there are {', '.join(sorted(known))}")
+        taken[name] = value
+    return EngineConfig(**taken)

@@ -1,0 +1,138 @@
+"""A model of transformers on our memory: its own modules, with attention over pages and states in slots.
+
+    ids, positions [1, T] --> the model's layers --+--> attention function "sapwood" --> K, V into pages; rows attend
+                                                   +--> mixers (recurrent.py) ---------> states in slots
+                              logits of the rows that sample <--- lm_head
+
+transformers calls the attention function by the name in the config; masks are ours, so it is not registered for those,
+and every mask is None.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import attention as att
+from . import recurrent
+from .arena import DeviceArena
+from .remembers import Probe, Remembered, refuse, remembered, states_of, text_config
+
+NAME = "sapwood"
+_DRY_TOKENS = 4
+_run = threading.local()  # what stands in for attention in this thread's forward
+
+
+class Flat(NamedTuple):
+    """A step as the model sees it: all rows one after the other."""
+
+    ids: Tensor  # [T]
+    positions: Tensor  # [T]
+    wanted: Tensor  # [S] the tokens whose logits are wanted
+    attention: dict[str, att.Rows]  # by group
+    states: recurrent.Rows | None
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """q [1, H, T, D], k and v [1, Hkv, T, D] -> [1, T, H, Dv], as transformers calls it."""
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    asked = att.Asked(scaling, softcap, s_aux)
+    return _run.attend(module, query, key, value, window=sliding_window, asked=asked), None
+
+
+@contextmanager
+def _attending(attend: Any) -> Iterator[None]:
+    _run.attend = attend
+    try:
+        yield
+    finally:
+        del _run.attend
+
+
+class ServedModel:
+    """A causal language model, and what it remembers (`groups`). `bind` gives it memory; `logits` runs a step."""
+
+    def __init__(self, model: Any, page_size: int, attention: att.Attention | None = None) -> None:
+        from transformers import AttentionInterface
+
+        refuse(model.config)
+        AttentionInterface.register(NAME, _attend)
+        model.set_attn_implementation(NAME)
+        self.model = model.eval().requires_grad_(False)
+        self.page_size = page_size
+        self.attention: att.Attention = att.FoldedAttention() if attention is None else attention
+        self.device = next(model.parameters()).device
+        self.vocabulary = int(text_config(model.config).vocab_size)
+        self._asks = _arguments(model)
+        self.mixers = recurrent.Mixers(model)
+        self.groups = self._look()
+        self._kv: dict[int, tuple[str, Tensor, Tensor]] = {}
+        self._windows: dict[int, int | None] = {}
+
+    @torch.inference_mode()
+    def _look(self) -> list[Remembered]:
+        """One dry forward of a few tokens."""
+        from transformers import DynamicCache
+
+        probe, cache = Probe(), DynamicCache(config=self.model.config)
+        ids = torch.arange(_DRY_TOKENS, device=self.device)[None]
+        place = "cache_params" if "cache_params" in self._asks else "past_key_values"
+        with _attending(probe.attend):
+            self.model(input_ids=ids, use_cache=True, **{place: cache})
+        return remembered(text_config(self.model.config), probe.layers, states_of(cache), self.page_size)
+
+    def bind(self, arena: DeviceArena) -> None:
+        """Take the memory in which groups of these names and layouts lie."""
+        states: dict[int, dict[str, Tensor]] = {}
+        for group in self.groups:
+            for part in group.layout.parts:
+                view = arena.view(group.name, part.layer, part.name)
+                if group.family == "state":
+                    states.setdefault(part.layer, {})[part.name] = view
+                elif part.name == "k":
+                    values = arena.view(group.name, part.layer, "v")
+                    self._kv[part.layer] = (group.name, view, values)
+                    self._windows[part.layer] = group.window
+        if states:
+            self.mixers.bind(states)
+
+    def logits(self, flat: Flat) -> Tensor:
+        """[S, vocabulary] after the step's K, V and states were written."""
+
+        def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, window: int | None, asked: att.Asked) -> Tensor:
+            name, k_pages, v_pages = self._kv[int(module.layer_idx)]
+            rows = flat.attention[name]
+            place = rows.pages, rows.offsets
+            k_pages.index_put_(place, k[0].transpose(0, 1))
+            v_pages.index_put_(place, v[0].transpose(0, 1))
+            return self.attention.attend(q[0].transpose(0, 1), k_pages, v_pages, rows, asked)[None]
+
+        arguments: dict[str, Any] = {"input_ids": flat.ids[None], "use_cache": False}
+        if "position_ids" in self._asks:
+            arguments["position_ids"] = flat.positions[None]
+        if "logits_to_keep" in self._asks:
+            arguments["logits_to_keep"] = flat.wanted
+        with torch.inference_mode(), _attending(attend), self.mixers.running(flat.states):
+            logits: Tensor = self.model(**arguments).logits[0]
+        return logits if "logits_to_keep" in self._asks else logits[flat.wanted]
+
+
+def _arguments(model: Any) -> set[str]:
+    return set(inspect.signature(model.forward).parameters)

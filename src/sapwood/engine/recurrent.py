@@ -1,0 +1,193 @@
+"""Recurrent layers (Mamba, gated delta nets, short convolutions) on state slots.
+
+A mixer of transformers takes [batch, tokens, hidden] and touches its cache through a handful of methods. Here it is
+given the rows of a step apart from each other: all decode rows as a batch of one token each, every other row by itself;
+and instead of a cache the states of their slots, which are read before and written back after:
+
+    slots ---gather---> states ---mixer---> states ---scatter---> slots
+
+A fresh row begins with a slot of zeros, which a mixer takes for a state like any other.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_CACHE_NAMES = ("cache_params", "past_key_values", "past_key_value")
+_CLOSE = 1e-3  # relative: a mixer that forgets its state in a chunk is off by far more
+
+
+class Rows(NamedTuple):
+    """The rows of a step as mixers see them."""
+
+    single_at: Any  # [B] where in the batch rows of one token are: a host array,
+    single: Tensor  # and on the device
+    single_slots: Tensor  # [B] their working slots
+    chunks: list[tuple[int, int, Tensor]]  # tokens [first, last), and the slot as [1]
+
+
+class _States:
+    """What a mixer takes for its cache: the states of one layer, for the rows of one call."""
+
+    def __init__(self, states: dict[str, Tensor]) -> None:
+        self.states = states
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.states.get(f"conv{state_idx}")
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.states.get(f"recurrent{state_idx}")
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
+        return True
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> Tensor:
+        """The new columns behind those that were kept; of all of them the last are kept."""
+        kept = self.states[f"conv{state_idx}"]
+        both = torch.cat([kept, conv_states.to(kept.dtype)], -1)
+        kept.copy_(both[..., both.shape[-1] - kept.shape[-1] :])
+        return both
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        kept = self.states[f"recurrent{state_idx}"]
+        kept.copy_(recurrent_states)
+        return kept
+
+
+class Mixers:
+    """The recurrent layers of a model. `bind` gives each its memory; within `running` they work on a step's slots."""
+
+    def __init__(self, model: Any) -> None:
+        self.layers: dict[int, Any] = {}
+        self._memory: dict[int, dict[str, Tensor]] = {}  # layer -> part -> [slots + 1, ...]
+        self._rows: Rows | None = None
+        for module in model.modules():
+            layer = getattr(module, "layer_idx", None)
+            if layer is not None and _is_mixer(module):
+                self.layers[int(layer)] = module
+                self._wrap(module, int(layer))
+        self.within: Callable[[Any], AbstractContextManager[Any]] = lambda tokens: nullcontext()  # around some tokens
+        self._loops: dict[type, bool] = {}  # classes whose chunks begin from nothing: token by token instead
+
+    def bind(self, memory: dict[int, dict[str, Tensor]]) -> None:
+        self._memory = memory
+        for layer, module in self.layers.items():
+            if type(module) not in self._loops:
+                self._loops[type(module)] = not self._chunks_go_on(module, layer)
+
+    @contextmanager
+    def running(self, rows: Rows | None) -> Iterator[None]:
+        self._rows = rows
+        try:
+            yield
+        finally:
+            self._rows = None
+
+    def _wrap(self, module: Any, layer: int) -> None:
+        inner: Callable[..., Tensor] = module.forward
+        parameters = inspect.signature(inner).parameters
+        cache = next(name for name in _CACHE_NAMES if name in parameters)
+
+        def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            rows = self._rows
+            if rows is None:
+                return inner(hidden_states, *args, **kwargs)
+            kwargs = {name: value for name, value in kwargs.items() if name not in (cache, "attention_mask")}
+
+            def call(some: Tensor, states: dict[str, Tensor]) -> Tensor:
+                answer = inner(some, **{cache: _States(states)}, **kwargs)
+                return answer[0] if isinstance(answer, tuple) else answer
+
+            return self._run(module, layer, hidden_states, rows, call)
+
+        module.forward = forward
+
+    def _run(
+        self, module: Any, layer: int, hidden: Tensor, rows: Rows, call: Callable[[Tensor, dict[str, Tensor]], Tensor]
+    ) -> Tensor:
+        memory = self._memory[layer]
+        out: Tensor | None = None
+        if len(rows.single):
+            states = {part: kept.index_select(0, rows.single_slots) for part, kept in memory.items()}
+            with self.within(rows.single_at):
+                answer = call(hidden[0].index_select(0, rows.single)[:, None], states)
+            out = hidden.new_empty(1, hidden.shape[1], answer.shape[-1], dtype=answer.dtype)
+            out[0, rows.single] = answer[:, 0]
+            for part, kept in memory.items():
+                kept[rows.single_slots] = states[part]
+        for first, last, slot in rows.chunks:
+            states = {part: kept.index_select(0, slot) for part, kept in memory.items()}
+            with self.within(slice(first, last)):
+                answer = self._chunk(module, hidden[:, first:last], states, call)
+            if out is None:
+                out = hidden.new_empty(1, hidden.shape[1], answer.shape[-1], dtype=answer.dtype)
+            out[:, first:last] = answer
+            for part, kept in memory.items():
+                kept[slot] = states[part]
+        assert out is not None
+        return out
+
+    def _chunk(self, module: Any, hidden: Tensor, states: dict[str, Tensor], call: Any) -> Tensor:
+        if not self._loops.get(type(module), False):
+            return call(hidden, states)  # type: ignore[no-any-return]
+        return torch.cat([call(hidden[:, at : at + 1], states) for at in range(hidden.shape[1])], 1)
+
+    @torch.no_grad()
+    def _chunks_go_on(self, module: Any, layer: int) -> bool:
+        """Whether a chunk of several tokens goes on from the state it is given. (Some scans begin from zeros.)"""
+        weight = next(module.parameters())
+        size = _hidden_size(module)
+        generator = torch.Generator().manual_seed(1)
+        hidden = torch.randn(1, 7, size, generator=generator).to(weight)
+        memory = {part: torch.zeros_like(kept[:2]) for part, kept in self._memory[layer].items()}
+        slot = torch.ones(1, dtype=torch.long, device=weight.device)
+        answers = []
+        for ends in ([3, 7], [3, 4, 5, 6, 7]):
+            for kept in memory.values():
+                kept.zero_()
+            begin, parts = 0, []
+            for end in ends:
+                rows = Rows(None, slot[:0], slot[:0], [(0, end - begin, slot)])
+                with self.running(rows), self._on(layer, memory):
+                    parts.append(module.forward(hidden[:, begin:end]))
+                begin = end
+            answers.append(torch.cat(parts, 1).double())
+        off = (answers[0] - answers[1]).abs().max() / answers[1].abs().max().clamp_min(1e-6)
+        return bool(off < (_CLOSE if weight.dtype in (torch.float32, torch.float64) else 0.1))
+
+    @contextmanager
+    def _on(self, layer: int, memory: dict[str, Tensor]) -> Iterator[None]:
+        before, self._memory = self._memory, {**self._memory, layer: memory}
+        try:
+            yield
+        finally:
+            self._memory = before
+
+
+def _is_mixer(module: Any) -> bool:
+    """A layer that keeps states, by what its forward asks a cache for."""
+    forward = getattr(type(module), "forward", None)
+    if forward is None or not type(module).__module__.startswith("transformers."):
+        return False
+    try:
+        return "get_conv_state(" in inspect.getsource(inspect.unwrap(forward))
+    except (OSError, TypeError):
+        return False
+
+
+def _hidden_size(module: Any) -> int:
+    for name in ("in_proj", "in_proj_qkvz", "in_proj_qkv"):
+        if hasattr(module, name):
+            return int(getattr(module, name).in_features)
+    return int(module.hidden_size)

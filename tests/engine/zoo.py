@@ -1,0 +1,129 @@
+"""Small models of many architectures with seeded random weights, and what transformers itself says with them.
+
+Weights are wide enough that answers differ from token to token, and embeddings are not tied: else one token repeats,
+and a test passes whatever is broken. In float64, so that tokens can be promised.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install sapwood[engine]")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install sapwood[engine]")
+
+VOCABULARY = 128
+_BASE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+_PURE_MAMBA = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": VOCABULARY, "tie_word_embeddings": False}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+# name -> (config class, its fields beyond the base)
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "gemma2": ("Gemma2Config", {"head_dim": 16, "sliding_window": 9}),
+    "gemma3": ("Gemma3TextConfig", {"head_dim": 16, "sliding_window": 9, "num_hidden_layers": 6}),
+    "gpt-oss": (
+        "GptOssConfig",
+        {"head_dim": 16, "sliding_window": 9, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "mistral": ("MistralConfig", {"sliding_window": 9}),
+    "bamba": ("BambaConfig", {"attn_layer_indices": [1], **_MAMBA}),
+    "falcon-h1": ("FalconH1Config", {"mamba_d_ssm": 128, **_MAMBA}),
+    "qwen3-next": (
+        "Qwen3NextConfig",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "shared_expert_intermediate_size": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            **_EXPERTS,
+        },
+    ),
+    "lfm2": ("Lfm2Config", {"full_attn_idxs": [1], "conv_L_cache": 3, "block_auto_adjust_ff_dim": False}),
+    "mamba2": (
+        "Mamba2Config",
+        {**_PURE_MAMBA, "num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8},
+    ),
+    "mamba": ("MambaConfig", {**_PURE_MAMBA, "state_size": 8}),
+    "deepseek-v3": (
+        "DeepseekV3Config",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 32,
+        },
+    ),
+}
+each_model = pytest.mark.parametrize("name", CONFIGS)
+STATEFUL = ("bamba", "falcon-h1", "qwen3-next", "lfm2", "mamba2", "mamba")
+
+
+def config_of(name: str, **more: Any) -> Any:
+    kind, fields = CONFIGS[name]
+    base = {} if "mamba" in name and "Mamba" in kind else _BASE
+    return getattr(transformers, kind)(**{**base, **fields, **more})
+
+
+def build(name: str, dtype: Any = None, **more: Any) -> Any:
+    """A model, the same each time."""
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config_of(name, **more))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.9 / parameter.shape[-1] ** 0.5)
+    model = model.to(torch.float64 if dtype is None else dtype).eval()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    return model
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@functools.cache
+def model_of(name: str) -> Any:
+    """The model that transformers answers with; ours is another object with the same weights."""
+    return build(name)
+
+
+@functools.cache
+def _answer(name: str, tokens: tuple[int, ...], new: int) -> tuple[int, ...]:
+    ids = torch.tensor([tokens])
+    said = model_of(name).generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=None
+    )
+    return tuple(said[0, len(tokens) :].tolist())
+
+
+def answer(name: str, tokens: list[int], new: int) -> list[int]:
+    """What `generate` of transformers says, greedily."""
+    return list(_answer(name, tuple(tokens), new))
