@@ -84,14 +84,14 @@ def write_gguf(
 
 
 def byte_level_vocabulary(size: int = 96) -> dict[str, Any]:
-    """Tokens of a byte-level tokenizer: a special one, a space, a merged pair, and ASCII from "!" on."""
-    tokens = ["<end>", "Ġ", "ab", *map(chr, range(33, 33 + size - 3))]
+    """Tokens of a byte-level tokenizer: a special one, a space, two merged pairs, and ASCII from "!" on."""
+    tokens = ["<end>", "Ġ", "ab", "12", *map(chr, range(33, 33 + size - 4))]
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "smollm",
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": [3] + [1] * (size - 1),
-        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.merges": ["a b", "1 2"],
         "tokenizer.ggml.eos_token_id": 0,
         "tokenizer.chat_template": "{{ messages[0]['content'] }}",
     }

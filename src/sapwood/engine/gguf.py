@@ -56,7 +56,7 @@ class GGUFFile:
             raise ModelError(f"{path}: cannot be read as GGUF ({problem})") from None
         try:
             self.metadata, self.tensors = self._parse()
-        except (struct.error, UnicodeDecodeError, OverflowError) as problem:
+        except (struct.error, UnicodeDecodeError, OverflowError) as problem:  # struct.error: the file is too short
             self._broken(str(problem))
 
     def read(self, tensor: GGUFTensor) -> Floats:
@@ -93,7 +93,7 @@ class GGUFFile:
 
     def _tensor(self) -> GGUFTensor:
         name = self._string()
-        shape = [self._scalar("Q") for _ in range(self._count(self._scalar("I"), 8))]
+        shape = [self._scalar("Q") for _ in range(self._scalar("I"))]
         kind, start = self._scalar("I"), self._scalar("Q")
         if kind not in _KINDS:
             known = ", ".join(block.name for block in _KINDS.values())
@@ -115,27 +115,21 @@ class GGUFFile:
             self._broken(f"a value of type {kind} at byte {self._at}")
         kind, count = self._scalar("I"), self._scalar("Q")
         if kind not in _SCALARS:
-            return [self._value(kind, inside_array=True) for _ in range(self._count(count, 8))]
-        form = f"<{self._count(count, struct.calcsize(_SCALARS[kind]))}{_SCALARS[kind]}"
+            return [self._value(kind, inside_array=True) for _ in range(count)]
+        form = f"<{count}{_SCALARS[kind]}"
         values = struct.unpack_from(form, self._map, self._at)
         self._at += struct.calcsize(form)
         return list(values)
 
     def _string(self) -> str:
         start = self._at + 8
-        self._at = start + self._count(self._scalar("Q"), 1)
+        self._at = start + self._scalar("Q")
         return str(self._map[start : self._at], "utf-8")
 
     def _scalar(self, form: str) -> Any:
         (value,) = struct.unpack_from(f"<{form}", self._map, self._at)
         self._at += struct.calcsize(f"<{form}")
         return value
-
-    def _count(self, count: int, size: int) -> int:
-        """A count of things of at least `size` bytes each, if the rest of the file can hold that many."""
-        if count * size > len(self._map) - self._at:
-            self._broken(f"{count} things are said to follow at byte {self._at}")
-        return count
 
     def _broken(self, why: str) -> NoReturn:
         raise ModelError(f"{self.path}: not a GGUF file that can be read, or only a part of one: {why}")
