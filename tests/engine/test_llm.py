@@ -175,10 +175,10 @@ def test_l01_adapters_share_nothing_and_say_their_own(folder, tmp_path):
     requests: list[LoRARequest | None] = [None]
     right = [answer("llama", tokens, 8)]
     for n in range(2):
-        torch.manual_seed(n)
         wrapped = peft.get_peft_model(
             build("llama"), peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
         )
+        torch.manual_seed(n)
         with torch.no_grad():
             for name, parameter in wrapped.named_parameters():
                 if "lora_B" in name:
