@@ -1,7 +1,11 @@
-"""Real architectures on our memory: the same tokens as transformers' own `generate`, in every state of the cache."""
+"""Real architectures on our memory: the same tokens as transformers' own `generate`, in every state of the cache.
+
+On a GPU: SAPWOOD_DEVICE=cuda python -m pytest tests/engine/test_parity.py
+"""
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +17,12 @@ from sapwood.engine.attention import FoldedAttention, PlainAttention
 from sapwood.engine.model import ServedModel
 from sapwood.engine.recurrent import Mixers
 from sapwood.engine.steps import ModelExecutor
-from sapwood.engine.transfer_torch import TorchArena
+from sapwood.engine.transfer_torch import PinnedArena, TorchArena
 from sapwood.scheduler import Ended, RequestSpec, Scheduler, SchedulerConfig, StepFailed
 
 from .zoo import CONFIGS, STATEFUL, answer, build, each_model, prompt, torch
 
+DEVICE = os.environ.get("SAPWOOD_DEVICE", "cpu")
 PAGE = 4
 NEW = 10
 AHEAD = ("llama", "gemma3", "gpt-oss", "bamba", "qwen3-next", "deepseek-v3")  # with two plans in flight too
@@ -39,20 +44,21 @@ class Bed:
         **config,
     ) -> None:
         self.name = name
-        self.served = ServedModel(build(name), PAGE, attention)
+        self.served = ServedModel(build(name).to(DEVICE), PAGE, attention)
         self.groups = [
             CacheGroup(g.name, g.family, slots if g.family == "state" else pages, host, g.window, g.layout.page_bytes)
             for g in self.served.groups
         ]
         layouts = {group.name: group.layout for group in self.served.groups}
-        self.arena = TorchArena.allocate(self.groups, layouts, device="cpu")
+        self.arena = TorchArena.allocate(self.groups, layouts, device=DEVICE)
         self.config = {"max_batch_tokens": 24, "max_batch_size": batch, **config}
         for rows in self.arena.rows.values():
             rows.fill_(0xFF)  # NaN, as any float
         self.scheduler = Scheduler(SchedulerConfig(PAGE, self.groups, **self.config))
         self.scheduler.cache.watch(self.poison)
         self.executor = ModelExecutor(self.served, self.arena, batch)
-        mover = open_mover(self.arena, HostArena(self.groups)) if host else None
+        kind = PinnedArena if DEVICE == "cuda" else HostArena
+        mover = open_mover(self.arena, kind(self.groups)) if host else None
         self.loop = EngineLoop(self.scheduler, self.executor, Tiers(self.scheduler, mover))
         self.ended: dict[str, Ended] = {}
         self.number = 0
