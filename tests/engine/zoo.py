@@ -35,7 +35,7 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
-    "gemma2": ("Gemma2Config", {"head_dim": 16, "sliding_window": 9}),
+    "gemma2": ("Gemma2Config", {"head_dim": 16, "sliding_window": 9, "attn_logit_softcapping": 1.0}),
     "gemma3": ("Gemma3TextConfig", {"head_dim": 16, "sliding_window": 9, "num_hidden_layers": 6}),
     "gpt-oss": (
         "GptOssConfig",

@@ -32,11 +32,28 @@ class Rows(NamedTuple):
     chunks: list[tuple[int, int, Tensor]]  # tokens [first, last), and the slot as [1]
 
 
+class _Same(dict[int, Any]):
+    """The same for every layer that is asked for."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+    def __missing__(self, layer_idx: int) -> Any:
+        return self.value
+
+
 class _States:
-    """What a mixer takes for its cache: the states of one layer, for the rows of one call."""
+    """What a mixer takes for its cache: the states of one layer, for the rows of one call. Older mixers look into
+    `cache.layers[layer_idx]`, later ones ask `get_conv_state(layer_idx)`."""
+
+    record_past = False
 
     def __init__(self, states: dict[str, Tensor]) -> None:
         self.states = states
+        self.layers = _Same(self)
+        self.conv_states = {int(name[4:]): state for name, state in states.items() if name.startswith("conv")}
+        self.recurrent_states = {int(name[9:]): state for name, state in states.items() if name.startswith("recurrent")}
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         return self.states.get(f"conv{state_idx}")
@@ -181,7 +198,7 @@ def _is_mixer(module: Any) -> bool:
     if forward is None or not type(module).__module__.startswith("transformers."):
         return False
     try:
-        return "get_conv_state(" in inspect.getsource(inspect.unwrap(forward))
+        return "update_conv_state(" in inspect.getsource(inspect.unwrap(forward))
     except (OSError, TypeError):
         return False
 
