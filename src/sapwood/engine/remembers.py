@@ -14,7 +14,7 @@ import torch
 
 from .arena import PageLayout, PagePart
 
-_DRY_TOKENS = 4
+_ROPE = {"dynamic", "longrope", "su"}  # what these give a token changes with the longest row
 _FULL = ("full_attention", "attention", "hybrid", "global")
 _WINDOW = ("sliding_attention", "local_attention", "hybrid_sliding")
 _STATE = ("linear_attention", "mamba", "conv", "recurrent", "hybrid", "hybrid_sliding")
@@ -73,10 +73,23 @@ def refuse(config: Any) -> None:
     unknown = sorted(set(kinds) - {*_FULL, *_WINDOW, *_STATE, *_NOTHING})
     if unknown:
         no(f"its config has layers of unknown kinds: {', '.join(unknown)}")
+    changing = sorted(
+        _rope_types(getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)) & _ROPE
+    )
+    if changing:
+        no(f"its rotary frequencies depend on the length of the batch (rope type {changing[0]!r})")
     if getattr(text, "use_bidirectional_attention", False):
         no("its attention is bidirectional")
     if getattr(text, "alibi", False) or getattr(text, "position_embedding_type", "absolute") == "relative_key":
         no("its positions are no function of the token alone (alibi or relative keys)")
+
+
+def _rope_types(told: Any) -> set[str]:
+    """The kinds of rotary embedding a config asks for, one or one for each kind of layer."""
+    if not isinstance(told, dict):
+        return set()
+    types = {str(told[name]) for name in ("rope_type", "type") if name in told}
+    return types.union(*(_rope_types(part) for part in told.values()))
 
 
 def layer_kinds(text: Any) -> list[str]:
