@@ -201,7 +201,7 @@ def stop_at_once(patch: pytest.MonkeyPatch) -> None:
         (keep_an_unloaded_adapter, "were computed|was evicted"),
         (drop_an_event, "event|parent|was not there"),
         (believe_a_failed_step, "."),
-        (forget_the_namespace, "holds something else|were computed|overwrites"),
+        (forget_the_namespace, "holds something else|were computed|overwrites|nobody needs are held"),
         (write_what_is_there, "which .* has written"),
         (take_anything, "was not refused"),
         (stop_at_once, "nothing to run and nothing in flight"),
