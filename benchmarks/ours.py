@@ -27,10 +27,10 @@ def request(name: str, tokens: Ints, new: int) -> RequestSpec:
 
 
 def read(plan: Plan) -> None:
-    """Take in hand what a runner must have."""
+    """Take in hand what a runner must have. (`changes` tells again, in another way, what `tables` show.)"""
     batch = plan.batch
     _ = batch.ids, batch.slots, batch.starts, batch.lengths, batch.tokens, batch.cached, batch.samples
-    _ = batch.write_from, batch.adapters, plan.tables, plan.copies, plan.ended, plan.changes, plan.seated
+    _ = batch.write_from, batch.adapters, plan.tables, plan.copies, plan.ended, plan.seated
 
 
 def sampled(plan: Plan, token: int) -> list[StepDone]:

@@ -8,9 +8,10 @@ package imports none of them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-if TYPE_CHECKING:
+ENGINE: Final = TYPE_CHECKING  # the compiled build tells mypy that it is not: it has nothing to do with these
+if ENGINE:
     from .engine.llm import LLM, CompletionOutput, LoRARequest, RequestOutput
     from .engine.params import SamplingParams
 

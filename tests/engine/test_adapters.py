@@ -19,7 +19,10 @@ from sapwood.engine.adapters import Adapters, Routing, UnknownAdapter
 from sapwood.engine.lora_files import AdapterError
 
 torch.set_num_threads(1)
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft", "ignore::RuntimeWarning:peft")
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.filterwarnings("ignore::UserWarning:peft", "ignore::RuntimeWarning:peft"),
+]
 WORDS = 97
 SIZES = {
     "vocab_size": WORDS,

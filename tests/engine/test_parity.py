@@ -22,6 +22,8 @@ from sapwood.scheduler import Ended, RequestSpec, Scheduler, SchedulerConfig, St
 
 from .zoo import CONFIGS, STATEFUL, answer, build, each_model, prompt, torch
 
+pytestmark = pytest.mark.model
+
 DEVICE = os.environ.get("SAPWOOD_DEVICE", "cpu")
 PAGE = 4
 NEW = 10

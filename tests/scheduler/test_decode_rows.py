@@ -82,7 +82,7 @@ class Rows:
         if not decoding.count:
             return
         decoding.shown()
-        handed_out, then = decoding.starts, decoding.starts.copy()
+        handed_out, then = decoding.starts(), decoding.starts().copy()
         newest = [rng.choice([rng.randrange(NEW), rng.randrange(2**31)]) for _ in range(decoding.count)]
         rows, generation = decoding.requests.copy(), decoding.generation
         decoding.issued()
@@ -128,8 +128,8 @@ class Rows:
             assert all(request in known for there in foreseen.values() for request in there)
         assert decoding.adapters == dict(Counter(r.adapter for r in known if r.adapter is not None))
         shown = decoding.shown()
-        assert decoding.starts.dtype == np.int32
-        assert decoding.starts.tolist() == [len(known[request]) - 1 for request in rows]
+        assert decoding.starts().dtype == np.int32
+        assert decoding.starts().tolist() == [len(known[request]) - 1 for request in rows]
         assert decoding.tokens().tolist() == [known[request][-1] for request in rows]
         assert shown.slots.tolist() == [request.slot for request in rows]
         assert shown.cached.tolist() == [request.cached for request in rows]
@@ -160,15 +160,15 @@ def test_rows_know_their_tokens(size: int, rows: int) -> None:
 def test_what_an_executor_does_to_its_plan_stays_there() -> None:
     """Somebody writes into the starts of a plan, against what `Batch` asks: the next plan is right all the same.
 
-    Mutation: `Decoding.starts` counts up the array it has handed out.
+    Mutation: `Decoding.starts` hands out the array it counts from.
     """
     told = Rows(4, 2, 0)
     request = told.request()
     request.max_tokens = 100
     told.join(request, unpacked(request.tokens))
-    for _ in range(3):
+    for _ in range(40):
         told.decoding.shown()
-        starts = told.decoding.starts
+        starts = told.decoding.starts()
         starts += 1000
         told.known[request].append(1)
         told.decoding.issued()

@@ -675,7 +675,9 @@ class HybridPrefixCache:
         """A lease goes on at `position`: prompt tokens before it that its request has not computed, now or before a
         retraction, are cached, instead of what was so since its last step that was done."""
         binding = lease.binding
-        served = max(0, min(position, binding.prompt) - binding.reached)
+        served = (position if position < binding.prompt else binding.prompt) - binding.reached
+        if served < 0:
+            served = 0
         more = served - lease.served
         lease.begun, lease.served = position, served
         if more:

@@ -100,12 +100,12 @@ class Publisher:
             edge += page
             node.n = copy.count = node.n + 1
             node.crc = None
+            at, lease.depth = 4 * depth, depth + 1
             for g in closed:
-                one = lease.tables[g][4 * depth : 4 * depth + 4]
+                one = lease.tables[g][at : at + 4]
                 copy.pages[g] += one
                 moved.append(one)
                 lease.upto[g] = depth + 1
-            lease.depth = depth + 1
         for i, g in enumerate(closed):
             tree.pools[DEVICE][g].hand(b"".join(moved[i :: len(closed)]), LEASE, TREE)
         return fallen

@@ -191,7 +191,11 @@ class Book:
     def end(self, request: Request, reason: Reason, detail: str = "") -> None:
         """A request is over, in whatever phase it is."""
         phase = request.phase
-        position, generated = self.position(request), self.generated(request)
+        if request.row >= 0 and not request.ahead:
+            position = request.lead + self.decoding.tick
+            generated = position + 1 - request.prompt
+        else:
+            position, generated = request.done, request.generated
         reading = self.reading(request) if self.flights else None
         request.happens("its end")
         if phase is DECODING:

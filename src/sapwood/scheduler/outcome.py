@@ -29,6 +29,7 @@ class Outcome:
         self.cache = book.cache
         self.planner = planner
         self.slides = book.cache.slides
+        self.apart = not config.mixed
         self.counts = {"steps": 0, "steps_failed": 0}
 
     # ---- done
@@ -44,12 +45,14 @@ class Outcome:
         del book.flights[0]
         decodes = len(flight.decodes)
         crossed: list[Request] = []
-        retired = [request for request in flight.retired if request.lease is not None]
+        retired = flight.retired
+        if retired:
+            retired = [request for request in retired if request.lease is not None]
         if decodes:
             crossed = decoding.advance(flight.decodes, flight.generation, tokens[:decodes])
             if crossed or retired:
                 self._publish(crossed, retired)
-            if not self.config.mixed:
+            if self.apart:
                 for request in flight.decodes:
                     request.overtaken = 0
         for request, start, end, _, _ in flight.chunks:
@@ -85,10 +88,9 @@ class Outcome:
     def _publish(self, crossed: list[Request], retired: list[Request]) -> None:
         """Rows whose page is full hand it to the tree, and keep its tokens."""
         pages = self.book.decoding.full_pages(crossed) if crossed else []
-        leases: list[Any] = []
+        leases: list[Any] = [request.lease for request in crossed]
         for request, page in zip(crossed, pages, strict=True):
             request.pages.append(page)
-            leases.append(request.lease)
         for request in retired:
             request.computes(request.done, request.done + 1)
             if request.done % self.config.page_size == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -10,7 +11,8 @@ import numpy.typing as npt
 
 from sapwood.cache import Operation, PageCopy, StoreOperation
 
-from .decode import Decoding
+from .changes import Changes, Everything, Told
+from .decode import CACHED, LENGTH, SLOT, STARTS, Decoding
 from .events import Ended
 from .prefetch import Lookup
 from .request import Request
@@ -81,8 +83,16 @@ class Plan:
     backups: list[StoreOperation] = field(default_factory=list)
     ended: list[Ended] = field(default_factory=list)
     wake_in: int | None = None
-    changes: dict[str, tuple[Ints, Ints]] = field(default_factory=dict)
     seated: list[tuple[int, str]] = field(default_factory=list)
+    _written: Changes | Everything | None = None
+    _told: Told | None = None
+
+    @property
+    def changes(self) -> Told:
+        """Made when it is read for the first time; later plans do not change it."""
+        if self._told is None:
+            self._told = self._written.told() if self._written is not None else {}
+        return self._told
 
     @property
     def empty(self) -> bool:
@@ -91,45 +101,39 @@ class Plan:
 
 def decode_batch(rows: Decoding, groups: list[str]) -> Batch:
     """All decode rows, and nobody else."""
-    ids, slots, lengths, cached, samples, adapters, _ = rows.shown()
-    starts = rows.starts
+    ids, slots, cached, lengths, _, samples, adapters, _ = rows.shown()
+    starts, tokens = rows.starts(), rows.tokens()
     write_from = dict.fromkeys(groups, starts)
     n, generation = rows.count, rows.generation
-    return Batch(ids, slots, starts, lengths, rows.tokens(), cached, samples, write_from, adapters, n, generation)
+    return Batch(ids, slots, starts, lengths, tokens, cached, samples, write_from, adapters, n, generation)
 
 
 def batch_of(rows: Decoding | None, chunks: list[Chunk], groups: list[str]) -> Batch:
-    """The decode rows, if they take part, and then the chunks."""
-    requests, starts, ends, samples, begins = zip(*chunks, strict=True)
+    """The decode rows, if they take part, and then the chunks. Small arrays cost what calls cost: so all numbers are
+    made in one."""
+    requests, starts, ends, sampling, begins = zip(*chunks, strict=True)
+    numbers = [request.slot for request in requests]
+    numbers += [request.cached for request in requests]
+    numbers += [end - start for start, end in zip(starts, ends, strict=True)]
+    numbers += starts
+    for name in groups:
+        numbers += [begin[name] for begin in begins]
+    n, generation, mine = 0, 0, len(chunks)
+    ids, adapters = [request.id for request in requests], [request.adapter for request in requests]
+    samples = np.array(sampling, np.bool_)
     raw = b"".join([request.tokens[4 * start : 4 * end] for request, start, end, _, _ in chunks])
-    slots = [request.slot for request in requests]
-    cached = [request.cached for request in requests]
-    fields = np.array([slots, starts, ends, cached, *[[begin[name] for begin in begins] for name in groups]], np.int32)
-    mine = Batch(
-        [request.id for request in requests],
-        fields[0],
-        fields[1],
-        fields[2] - fields[1],
-        np.frombuffer(raw, np.int32),
-        fields[3],
-        np.array(samples, np.bool_),
-        {name: fields[4 + at] for at, name in enumerate(groups)},
-        [request.adapter for request in requests],
-    )
-    if rows is None or not rows.count:
-        return mine
-    theirs = decode_batch(rows, groups)
-    both = np.concatenate
-    return Batch(
-        theirs.ids + mine.ids,
-        both([theirs.slots, mine.slots]),
-        both([theirs.starts, mine.starts]),
-        both([theirs.lengths, mine.lengths]),
-        both([theirs.tokens, mine.tokens]),
-        both([theirs.cached, mine.cached]),
-        both([theirs.samples, mine.samples]),
-        {name: both([theirs.starts, mine.write_from[name]]) for name in groups},
-        theirs.adapters + mine.adapters,
-        theirs.decodes,
-        theirs.generation,
-    )
+    tokens: Ints = np.frombuffer(raw, np.int32)
+    fields: Ints = np.frombuffer(array("i", numbers), np.int32).reshape(-1, mine)
+    if rows is not None and rows.count:
+        n, generation = rows.count, rows.generation
+        theirs = rows.shown()
+        both = np.empty((len(fields), n + mine), np.int32)
+        both[:STARTS, :n] = theirs.fixed[:STARTS]
+        both[STARTS:, :n] = rows.starts()
+        both[:, n:] = fields
+        fields = both
+        ids, adapters = theirs.ids + ids, theirs.adapters + adapters
+        tokens, samples = np.concatenate([rows.tokens(), tokens]), np.concatenate([theirs.samples, samples])
+    slots, cached, lengths, first = fields[SLOT], fields[CACHED], fields[LENGTH], fields[STARTS]
+    write_from = {name: fields[at] for at, name in enumerate(groups, STARTS + 1)}
+    return Batch(ids, slots, first, lengths, tokens, cached, samples, write_from, adapters, n, generation)

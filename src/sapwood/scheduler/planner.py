@@ -105,14 +105,13 @@ class Planner:
         self.pending: set[Request] = set()  # wait for a snapshot that somebody is making
 
     def _issue(self, decodes: bool, chunks: list[Chunk]) -> Plan:
-        book = self.book
-        decoding = book.decoding
+        book, number = self.book, self.number
+        decoding, tables = book.decoding, book.tables
         decodes = decodes and decoding.count > 0
         if self.snapshots:
             self._checkpoint(decodes)
-        book.step = self.number
-        rows = decoding.requests.copy() if decodes else []
-        flight = Flight(self.number, rows, decoding.generation, chunks)
+        book.step = number
+        flight = Flight(number, decoding.requests.copy() if decodes else [], decoding.generation, chunks)
         book.flights.append(flight)
         if chunks:
             self._age(decodes, chunks)
@@ -121,10 +120,10 @@ class Planner:
             batch = decode_batch(decoding, self.groups)
         if decodes:
             decoding.issued()
-        tables = book.tables
-        changes, seated = tables.take_changes(), tables.take_seated()
-        flight.seated = seated
-        plan = Plan(self.number, batch, tables.arrays, self.copies, [], [], [], [], [], [], None, changes, seated)
+        if tables.seated:
+            flight.seated = tables.take_seated()
+        changes = tables.take_changes()
+        plan = Plan(number, batch, tables.arrays, self.copies, [], [], [], [], [], [], None, flight.seated, changes)
         if book.transfers.under_way:
             plan.loads, plan.saves = book.transfers.take()
         if self.config.store:
