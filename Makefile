@@ -40,7 +40,7 @@ servers:
 	  else echo "redis-server, libibverbs1 or iproute2 is missing, and only root can install it"; fi; fi
 
 quick: $(STAMP)  ## what can be told in a minute: no attacks, no servers, no models
-	$(PYTEST) 2 -m "not long and not attack and not server and not model"
+	$(PYTEST) 2 -m "not long and not attack and not server" --ignore=tests/models
 
 test: env  ## everything that must hold, in a few minutes; the same attacks for everybody
 	$(PYTEST) 4 -m "not long"

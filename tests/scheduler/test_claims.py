@@ -108,6 +108,7 @@ def test_t17_t18_everybody_who_waited_for_a_fetch_has_a_claim(layout):
     shop.close()
 
 
+@pytest.mark.attack
 @each_layout
 @pytest.mark.parametrize("how", ["abort", "unload", "flush"])
 def test_t07_a_claim_ends_with_its_request_and_with_its_namespace(layout, how):

@@ -230,6 +230,7 @@ def test_s13_a_row_that_fails_beyond_its_first_chunk_ends_as_failed(layout, over
         run.all_free()
 
 
+@pytest.mark.attack
 @each_overlap
 @pytest.mark.parametrize("layout", STATEFUL)
 def test_s13_every_second_step_fails(layout, overlap):

@@ -144,6 +144,7 @@ def test_s14_a_prompt_that_ends_at_a_page_end_publishes_it_once():
     assert run.run("cyd", run.known("ann") + [5]).cached == 64
 
 
+@pytest.mark.attack
 @each_layout
 @pytest.mark.parametrize("page", [1, 4, 16])
 def test_s14_no_unknown_token_gets_into_the_tree(layout, page):

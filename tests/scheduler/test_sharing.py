@@ -318,6 +318,7 @@ def computed_pages(run: Run, id: str) -> int:
     return (len(run.known(id)) - 1) // run.page
 
 
+@pytest.mark.attack
 @each_layout
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("how", ["length", "stop", "finish", "abort", "abort in flight"])

@@ -222,6 +222,7 @@ def test_t02_a_store_is_asked_for_fewer_pages_once():
 # ---- T04
 
 
+@pytest.mark.attack
 @each_layout
 @pytest.mark.parametrize("meanwhile", ["grown", "evicted", "unloaded", "flushed"])
 @pytest.mark.parametrize("when", ["answer", "arrival"])

@@ -25,6 +25,7 @@ def bell(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bel
     return Bell()
 
 
+@pytest.mark.attack
 def test_s15_no_ring_is_lost(bell: Bell, monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread posts 10^5 numbers, and rings before and after each; the other clears, looks, and sleeps if there is
     nothing new. At first they take turns in the middle of `ring` and `clear`, and no number is posted before the last

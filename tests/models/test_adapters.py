@@ -20,7 +20,6 @@ from sapwood.engine.lora_files import AdapterError
 
 torch.set_num_threads(1)
 pytestmark = [
-    pytest.mark.model,
     pytest.mark.filterwarnings("ignore::UserWarning:peft", "ignore::RuntimeWarning:peft"),
 ]
 WORDS = 97

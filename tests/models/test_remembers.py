@@ -12,8 +12,6 @@ from sapwood.engine.remembers import Seen, Unsupported, config_window, refuse, r
 
 from .zoo import build, config_of, torch
 
-pytestmark = pytest.mark.model
-
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "quantised": ({"quantization_config": {"quant_method": "gptq"}}, "quantised .gptq."),
     "an encoder": ({"is_encoder_decoder": True}, "an encoder"),

@@ -1,6 +1,6 @@
 """Real architectures on our memory: the same tokens as transformers' own `generate`, in every state of the cache.
 
-On a GPU: SAPWOOD_DEVICE=cuda python -m pytest tests/engine/test_parity.py
+On a GPU: SAPWOOD_DEVICE=cuda python -m pytest tests/models/test_parity.py
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from sapwood.engine.transfer_torch import PinnedArena, TorchArena
 from sapwood.scheduler import Ended, RequestSpec, Scheduler, SchedulerConfig, StepFailed
 
 from .zoo import CONFIGS, STATEFUL, answer, build, each_model, prompt, torch
-
-pytestmark = pytest.mark.model
 
 DEVICE = os.environ.get("SAPWOOD_DEVICE", "cpu")
 PAGE = 4

@@ -18,8 +18,6 @@ from sapwood.engine.weights import load_model
 
 from .model_kit import SMALL, byte_level_vocabulary, logits, tiny, write_gguf
 
-pytestmark = pytest.mark.model
-
 LLAMA = {
     "general.architecture": "llama",
     "llama.block_count": 2,

@@ -11,8 +11,6 @@ import pytest
 from sapwood.engine import fingerprint
 from sapwood.engine.fingerprint import DIGEST_BYTES, dummy_digest, file_digest, weights_digest
 
-pytestmark = pytest.mark.model
-
 CONFIG = {"model_type": "llama", "hidden_size": 8, "rope_parameters": {"rope_theta": 1.0}}
 
 

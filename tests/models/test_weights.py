@@ -14,8 +14,6 @@ from sapwood.engine.weights import find_model, load_model
 
 from .model_kit import logits, saved, tiny
 
-pytestmark = pytest.mark.model
-
 
 @pytest.fixture
 def folder(tmp_path):

@@ -14,8 +14,6 @@ from sapwood.engine import sampling
 from sapwood.engine.params import SamplingParams
 from sapwood.engine.sampling import Sampled, Sampler, logprobs_of
 
-pytestmark = pytest.mark.model
-
 torch.set_num_threads(1)
 VOCABULARY = 97  # not a whole number of words of a mask
 EOS = (2, 3)

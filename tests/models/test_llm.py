@@ -17,8 +17,6 @@ from sapwood.scheduler import Refused
 
 from .zoo import VOCABULARY, answer, config_of, model_of, prompt, torch
 
-pytestmark = pytest.mark.model
-
 SMALL = {"device_cache": "8MiB", "max_num_seqs": 6, "page_size": 4, "max_model_len": 200, "progress": False}
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
