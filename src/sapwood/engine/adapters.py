@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,6 +40,7 @@ class UnknownAdapter(LookupError):
         super().__init__(f"adapter {shown}{where} is not loaded")
         self.adapter = adapter
         self.rows = list(rows)
+        self.culprits: list[str] = []  # the requests of these rows
 
 
 class Adapter(NamedTuple):
@@ -96,6 +97,8 @@ class _Wrapped:
 
     def __call__(self, input: Tensor) -> Tensor:
         y = self.base(input)
+        if self.owner.called is not None:
+            self.owner.called.add(self.name)
         if self.owner.routing is not None:
             self.add(self.owner.routing, input, y)
         return y
@@ -150,6 +153,7 @@ class Adapters:
             raise ValueError(f"slots must be at least max_loras, which is {max_loras}, got {slots}")
         self.max_rank = max_rank
         self.routing: Routing | None = None  # of the forward that runs now
+        self.called: set[str] | None = None  # modules that the forward has called, while somebody looks
         self._model = model
         head = getattr(model, "get_output_embeddings", lambda: None)()
         self._wrapped = {
@@ -161,12 +165,23 @@ class Adapters:
             raise ValueError("this model has no nn.Linear that an adapter could change")
         self._device = next(iter(self._wrapped.values())).a.device
 
+        self._uncalled: set[str] = set()
         self._names: dict[str, bytes] = {}
         self._host: dict[bytes, Adapter] = {}
         self._holders: dict[bytes, int] = {}  # requests bound to an adapter
         self._lru: OrderedDict[bytes, int] = OrderedDict()  # the slot of each digest on the device
         self._free = list(range(self.slots, 0, -1))
         self._in_flight: list[Routing] = []
+
+    def only_called(self, forward: Callable[[], object]) -> None:
+        """Modules that this forward does not call take no adapters from now on: whoever reads their weights directly
+        would leave the adapter out, silently."""
+        self.called = set()
+        try:
+            forward()
+        finally:
+            called, self.called = self.called, None
+        self._uncalled = {name for name in self._wrapped if name not in called}
 
     @property
     def nbytes(self) -> int:
@@ -238,7 +253,7 @@ class Adapters:
     def _fit(self, file: LoraFile) -> dict[str, Pair]:
         pairs = {}
         for module, (a, b) in file.pairs.items():
-            if module not in self._wrapped:
+            if module not in self._wrapped or module in self._uncalled:
                 raise AdapterError(f"{module} {self._why_not(module)}")
             if not file.config.addresses(module):
                 raise AdapterError(f"{module} has tensors, but is no target of {lora_files.CONFIG}")
@@ -275,6 +290,8 @@ class Adapters:
             if _in_expert(module):
                 return "is an expert of its own in the adapter, and not in this model: its experts are fused"
             return "is not in this model: the adapter is for another one"
+        if module in self._uncalled:
+            return "is read by the model without being called: adapters there are not supported"
         if _in_expert(module):
             return "is an expert, which sees some tokens only: adapters there are not supported"
         if type(found) is nn.Linear:

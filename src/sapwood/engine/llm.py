@@ -13,9 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from .core import Engine, Logprob, Sample
+from .core import Engine
 from .flags import from_flags
 from .params import SamplingParams
+from .samples import Logprob, Sample
+from .updates import read_update
 
 Prompt = str | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -49,6 +51,8 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
+    """`error`: why it failed, if its `finish_reason` is "error"; what it had said until then is there."""
+
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
@@ -57,6 +61,8 @@ class RequestOutput:
     num_cached_tokens: int
     miss: Miss | None = None
     lora_request: LoRARequest | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    error: str | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
 
 
@@ -88,7 +94,8 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """All answers, in the order of the prompts. Ctrl-C aborts those that run, and comes out."""
+        """All answers, in the order of the prompts. If one fails, the others are there all the same: see `error` of
+        each. Ctrl-C aborts those that run, and comes out."""
         jobs = self._submit(prompts, sampling_params, lora_request)
         with _bar(len(jobs), use_tqdm) as bar:
             for _ in self._run(jobs, bar):
@@ -150,6 +157,16 @@ class LLM:
         """What the scheduler, the cache and the tiers have done."""
         return {**self.engine.scheduler.stats(), "tiers": self.engine.loop.tiers.stats()}
 
+    def update_weights(self, path: str, abort: bool = False) -> None:
+        """Serve with other weights from now on: those in a folder or a safetensors file, all of the model's or some.
+        Streams that run end under the old ones first, or at once with `abort`. Nothing computed before is found
+        again."""
+        engine = self.engine
+        engine.begin_update(read_update(engine.served.model, path), abort)
+        while engine.updating:
+            engine.step()
+            engine.rest(1.0)
+
     # ---- inside
 
     def _submit(self, prompts: Any, params: Any, lora: Any) -> list[_Job]:
@@ -198,20 +215,19 @@ class LLM:
 
     def _run(self, jobs: Sequence[_Job], bar: Any) -> Iterator[None]:
         """Step until these are over. Yields whenever one of them has got further."""
-        mine = {id(sample) for job in jobs for sample in job.samples}
-        left = len(mine)
-        waits = {id(sample): job for job in jobs for sample in job.samples}
+        running = [job for job in jobs if not job.over]
+        told = {job.id: 0 for job in jobs}
         try:
-            while left:
-                changed = [sample for sample in self.engine.step() if id(sample) in mine]
-                for sample in changed:
-                    if sample.finish_reason is not None:
-                        left -= 1
-                        job = waits[id(sample)]
-                        if bar is not None and all(each.finish_reason for each in job.samples):
-                            bar.update(1)
-                if changed:
+            while running:
+                self.engine.step()
+                grown = {job.id: job.tokens for job in running}
+                still = [job for job in running if not job.over]
+                if bar is not None:
+                    bar.update(len(running) - len(still))
+                if len(still) < len(running) or any(told[id] < tokens for id, tokens in grown.items()):
                     yield
+                told |= grown
+                running = still
                 self.engine.rest(1.0)
         except KeyboardInterrupt:
             for job in jobs:
@@ -220,13 +236,19 @@ class LLM:
 
     def _output(self, job: _Job) -> RequestOutput:
         first = job.samples[0]
-        failed = next((sample for sample in job.samples if sample.finish_reason == "error"), None)
-        if failed is not None:
-            raise RuntimeError(f"request {job.id} failed: {failed.error}")
-        outputs = [_completion(sample) for sample in job.samples]
         miss = None if first.miss.reason == "hit" else Miss(first.miss.reason, first.miss.position)
-        finished = all(sample.finish_reason is not None for sample in job.samples)
-        return RequestOutput(job.id, job.prompt, job.ids, outputs, finished, first.cached, miss, job.lora)
+        return RequestOutput(
+            job.id,
+            job.prompt,
+            job.ids,
+            [_completion(sample) for sample in job.samples],
+            job.over,
+            first.cached,
+            miss,
+            job.lora,
+            list(first.prompt_logprobs) if first.scores_prompt else None,
+            next((sample.error for sample in job.samples if sample.error), None),
+        )
 
 
 class _Job(NamedTuple):
@@ -235,6 +257,14 @@ class _Job(NamedTuple):
     ids: list[int]
     samples: list[Sample]
     lora: LoRARequest | None
+
+    @property
+    def over(self) -> bool:
+        return all(sample.finish_reason is not None for sample in self.samples)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(sample.token_ids) for sample in self.samples)
 
 
 def _completion(sample: Sample) -> CompletionOutput:

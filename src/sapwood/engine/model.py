@@ -86,9 +86,13 @@ class ServedModel:
         self._kv: dict[int, tuple[str, Tensor, Tensor]] = {}
         self._windows: dict[int, int | None] = {}
 
-    @torch.inference_mode()
     def _look(self) -> list[Remembered]:
-        """One dry forward of a few tokens."""
+        probe, cache = self.dry()
+        return remembered(text_config(self.model.config), probe.layers, states_of(cache), self.page_size)
+
+    @torch.inference_mode()
+    def dry(self) -> tuple[Probe, Any]:
+        """One forward of a few tokens, for what it shows: what attention was asked for, and the states it left."""
         from transformers import DynamicCache
 
         probe, cache = Probe(), DynamicCache(config=self.model.config)
@@ -96,7 +100,7 @@ class ServedModel:
         place = "cache_params" if "cache_params" in self._asks else "past_key_values"
         with _attending(probe.attend):
             self.model(input_ids=ids, use_cache=True, **{place: cache})
-        return remembered(text_config(self.model.config), probe.layers, states_of(cache), self.page_size)
+        return probe, cache
 
     def bind(self, arena: DeviceArena) -> None:
         """Take the memory in which groups of these names and layouts lie."""

@@ -61,7 +61,7 @@ class ModelFiles:
 def files_in(folder: Path, name: str) -> ModelFiles:
     """The model in a folder, checked as far as that goes without loading it."""
     config = config_in(folder)
-    weights = _weights_in(folder)
+    weights = weights_in(folder)
     return ModelFiles(name, folder, config, tuple(weights))
 
 
@@ -105,7 +105,7 @@ def tensors_in(path: Path) -> list[str]:
         raise ModelError(f"{path}: not a safetensors file, or only a part of one ({problem})") from None
 
 
-def _weights_in(folder: Path) -> list[Path]:
+def weights_in(folder: Path) -> list[Path]:
     """In the order in which transformers looks for them; what it would take instead is refused."""
     if by_rank := sorted(folder.glob("shard-*-model-*.safetensors")):
         raise ModelError(f"{by_rank[0]}: weights divided by rank are not loaded; name the weights {WHOLE}")

@@ -9,12 +9,14 @@ are those sampled last for their slot, and never leave the device for that.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -25,7 +27,22 @@ from . import attention as att
 from . import recurrent
 from .arena import DeviceArena
 from .model import Flat, ServedModel
-from .sampling import Sampled
+from .pieces import Piece, pieces
+from .sampling import Logprobs, Sampled, logprobs_of
+
+log = logging.getLogger(__name__)
+
+
+Likely = dict[int, tuple[float, int]]  # token -> log-probability and rank
+_LEAST = 16  # tokens of a piece, below which it is not tried in smaller ones
+_SCORED = 256  # prompt tokens whose log-probabilities are taken at once
+
+
+class Told(NamedTuple):
+    """What a plan found of log-probabilities, by request."""
+
+    tokens: dict[str, Likely]
+    prompts: dict[str, list[tuple[int, Likely]]]  # with the positions of the tokens
 
 
 class Hooks(Protocol):
@@ -37,8 +54,12 @@ class Hooks(Protocol):
     def draw(self, logits: Tensor, plan: Plan, rows: Sequence[int]) -> Sampled:
         """A token for each of these rows of the plan's batch."""
 
-    def adapted(self, plan: Plan) -> AbstractContextManager[Any]:
-        """Around the model's forward: the adapters of its rows."""
+    def scored(self, plan: Plan) -> dict[int, npt.NDArray[np.int32]]:
+        """Rows of the batch whose prompt's log-probabilities are wanted: for the first of their tokens, which tokens
+        come next."""
+
+    def adapted(self, plan: Plan, tokens: slice) -> AbstractContextManager[Any]:
+        """Around the model's forward for some of the batch's tokens: the adapters of their rows."""
 
     def over(self, plan: Plan) -> None:
         """A plan is over, one way or the other."""
@@ -52,20 +73,34 @@ class Greedy:
     def draw(self, logits: Tensor, plan: Plan, rows: Sequence[int]) -> Sampled:
         return Sampled(logits.argmax(-1), ~torch.isfinite(logits).all(-1), np.zeros(0, np.int64), None)
 
-    def adapted(self, plan: Plan) -> AbstractContextManager[Any]:
+    def scored(self, plan: Plan) -> dict[int, npt.NDArray[np.int32]]:
+        return {}
+
+    def adapted(self, plan: Plan, tokens: slice) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def over(self, plan: Plan) -> None: ...
+
+
+class _Scores(NamedTuple):
+    """Log-probabilities of some of a prompt's tokens, on the device."""
+
+    row: int
+    first: int  # the position of the first of them
+    tokens: Tensor
+    logprobs: Logprobs
 
 
 class _Running(NamedTuple):
     plan: Plan
     rows: list[int]  # of the batch, that sample
     drawn: Sampled
+    scores: list[_Scores]
 
 
 class ModelExecutor:
-    """Runs plans on a model. `arena` holds the memory of its groups, page-major, as the scheduler gives it out."""
+    """Runs plans on a model. `arena` holds the memory of its groups, page-major, as the scheduler gives it out.
+    `told`: by step, what plans that are done found of log-probabilities; whoever wants it takes it out."""
 
     def __init__(self, served: ServedModel, arena: DeviceArena, slots: int, hooks: Hooks | None = None) -> None:
         served.bind(arena)
@@ -73,7 +108,8 @@ class ModelExecutor:
         self.arena = arena
         self.device = served.device
         self.hooks: Hooks = Greedy() if hooks is None else hooks
-        self.logprobs: dict[str, dict[int, tuple[float, int]]] = {}  # of the last plan finished: token -> value, rank
+        self.told: dict[int, Told] = {}
+        self.most = 1 << 30  # tokens of a piece; less after a step that memory did not suffice for
         self._last = torch.zeros(slots, dtype=torch.long, device=self.device)
         self._running: deque[_Running] = deque()
         self._state = next((group.name for group in served.groups if group.family == "state"), None)
@@ -81,40 +117,83 @@ class ModelExecutor:
     def begin(self, plan: Plan) -> None:
         self.hooks.seat(plan)
         try:
-            flat, rows = self._flat(plan)
-            self._copy(plan.copies, "before")
-            self._scrub(flat)
-            with self.hooks.adapted(plan):
-                logits = self.served.logits(flat)
-            self._copy(plan.copies, "after")
-            drawn = self.hooks.draw(logits, plan, rows)
-            if rows:
-                slots = torch.from_numpy(plan.batch.slots[rows].astype(np.int64)).to(self.device)
-                self._last[slots] = drawn.tokens
-        except BaseException as error:
+            while not self._fits(plan):
+                pass
+        except BaseException:
             self.hooks.over(plan)
-            if isinstance(error, torch.OutOfMemoryError):
-                torch.cuda.empty_cache()
             raise
-        self._running.append(_Running(plan, rows, drawn))
+
+    def _fits(self, plan: Plan) -> bool:
+        """Run a plan. False if memory did not suffice: then it can be tried again, in smaller pieces."""
+        try:
+            self._running.append(self._run(plan))
+            return True
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            largest = min(self.most, int(plan.batch.lengths.sum()))
+            if largest <= _LEAST:
+                raise
+            # States have gone on in some layers and not in others: the scheduler must take that back, and does not try
+            # forever.
+            self.most = max(_LEAST, largest // (2 if self._state is None else 4))
+            log.warning("out of memory in a step of %d tokens: computed in pieces of %d now", largest, self.most)
+            if self._state is not None:
+                raise
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return False
+
+    def _run(self, plan: Plan) -> _Running:
+        batch = plan.batch
+        scored = self.hooks.scored(plan)
+        scores: list[_Scores] = []
+        found: list[Tensor] = []
+        self._copy(plan.copies, "before")
+        for piece in pieces(batch, self.most):
+            flat, which = self._flat(plan, piece, scored)
+            self._scrub(flat)
+            with self.hooks.adapted(plan, slice(piece.first, piece.last)):
+                logits = self.served.logits(flat)
+            found.append(logits[: len(piece.samples)])
+            rest = logits[len(piece.samples) :]
+            for row, first, tokens in which:
+                scores += self._score(row, first, tokens, rest[: len(tokens)])
+                rest = rest[len(tokens) :]
+        self._copy(plan.copies, "after")
+        rows = batch.samples.nonzero()[0].tolist()
+        drawn = self.hooks.draw(torch.cat(found) if len(found) > 1 else found[0], plan, rows)
+        if rows:
+            slots = torch.from_numpy(batch.slots[rows].astype(np.int64)).to(self.device)
+            self._last[slots] = drawn.tokens
+        return _Running(plan, rows, drawn, scores)
 
     def finish(self, block: bool = True) -> Sequence[Event]:
-        plan, rows, drawn = self._running.popleft()
+        plan, rows, drawn, scores = self._running.popleft()
         self.hooks.over(plan)
         assert plan.step is not None
         wrong = drawn.bad.cpu().numpy()
         if wrong.any():
             culprits = [plan.batch.ids[row] for row, is_bad in zip(rows, wrong.tolist(), strict=True) if is_bad]
             return [StepFailed(plan.step, "the model's logits are no numbers (NaN or infinite)", culprits)]
-        self.logprobs = _logprobs(plan, rows, drawn) if drawn.logprobs is not None else {}
+        if drawn.logprobs is not None or scores:
+            self.told[plan.step] = _told(plan, rows, drawn, scores)
         return [StepDone(plan.step, drawn.tokens.cpu().numpy().astype(np.int32))]
+
+    def newest(self, slots: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """The tokens sampled last for these slots. Waits for the step that samples them."""
+        return self._last[torch.from_numpy(slots.astype(np.int64)).to(self.device)].cpu().numpy()
 
     # ---- plans as tensors
 
-    def _flat(self, plan: Plan) -> tuple[Flat, list[int]]:
+    def _flat(
+        self, plan: Plan, piece: Piece, scored: dict[int, npt.NDArray[np.int32]]
+    ) -> tuple[Flat, list[tuple[int, int, Tensor]]]:
+        """The piece for the model; and of rows whose prompt is scored: (row, position, next tokens), whose logits come
+        behind those of the rows that sample."""
         batch, device = plan.batch, self.device
-        starts, lengths = batch.starts.astype(np.int64), batch.lengths.astype(np.int64)
-        slots = batch.slots
+        rows, starts, lengths = piece.rows, piece.starts, piece.lengths
+        slots = batch.slots[rows]
         ends = np.cumsum(lengths)
         row = np.repeat(np.arange(len(starts)), lengths)
         positions = starts[row] + np.arange(len(row)) - (ends - lengths)[row]
@@ -125,18 +204,29 @@ class ModelExecutor:
             if group.family == "state":
                 states = self._states(ends - lengths, lengths, table[:, 0])
             else:
-                write_from = batch.write_from[group.name]
+                write_from = batch.write_from[group.name][rows]
                 groups[group.name] = att.rows_of(
                     starts, lengths, table, write_from, self.served.page_size, group.window, device
                 )
-        ids = torch.from_numpy(batch.tokens.astype(np.int64)).to(device)
-        unknown = (batch.tokens < 0).nonzero()[0]
+        tokens = batch.tokens[piece.first : piece.last]
+        ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
+        unknown = (tokens < 0).nonzero()[0]
         if len(unknown):
             whose = torch.from_numpy(slots[row[unknown]].astype(np.int64)).to(device)
             ids[torch.from_numpy(unknown).to(device)] = self._last[whose]
-        rows = batch.samples.nonzero()[0]
-        wanted = torch.from_numpy(ends[rows] - 1).to(device)
-        return Flat(ids, torch.from_numpy(positions).to(device), wanted, groups, states), rows.tolist()
+        wanted = [ends[piece.samples] - 1]
+        which = []
+        for at in [at for at, row in enumerate(rows.tolist()) if row in scored] if scored else []:
+            first = int(starts[at] - batch.starts[rows[at]])
+            next_tokens = scored[int(rows[at])][first : first + int(lengths[at])]
+            begin = int(ends[at] - lengths[at])
+            wanted.append(np.arange(begin, begin + len(next_tokens)))
+            which.append((int(rows[at]), int(starts[at]) + 1, self._put(next_tokens)))
+        flat = Flat(ids, torch.from_numpy(positions).to(device), self._put(np.concatenate(wanted)), groups, states)
+        return flat, which
+
+    def _put(self, numbers: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(numbers.astype(np.int64)).to(self.device)
 
     def _states(self, begins: Any, lengths: Any, slots: Any) -> recurrent.Rows:
         device, slots = self.device, slots.astype(np.int64)
@@ -150,6 +240,11 @@ class ModelExecutor:
                 for i in (lengths > 1).nonzero()[0].tolist()
             ],
         )
+
+    def _score(self, row: int, first: int, tokens: Tensor, logits: Tensor) -> Iterator[_Scores]:
+        for at in range(0, len(tokens), _SCORED):
+            some = tokens[at : at + _SCORED]
+            yield _Scores(row, first + at, some, logprobs_of(logits[at : at + _SCORED], some, True))
 
     # ---- memory
 
@@ -179,13 +274,27 @@ class ModelExecutor:
                 self.arena.rows[name][fresh] = 0
 
 
-def _logprobs(plan: Plan, rows: list[int], drawn: Sampled) -> dict[str, dict[int, tuple[float, int]]]:
-    """By request: the token it got and the likeliest ones, each with its log-probability and its rank."""
-    assert drawn.logprobs is not None
-    chosen, ranks, ids, values = (each.cpu().tolist() for each in drawn.logprobs)
-    tokens = drawn.tokens.cpu().tolist()
-    found = {}
-    for at, row in enumerate(drawn.asked.tolist()):
+def out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def _told(plan: Plan, rows: list[int], drawn: Sampled, scores: list[_Scores]) -> Told:
+    ids = plan.batch.ids
+    told = Told({}, {})
+    if drawn.logprobs is not None:
+        asked = drawn.asked.tolist()
+        likely = _likely(drawn.tokens[torch.from_numpy(drawn.asked).to(drawn.tokens.device)], drawn.logprobs)
+        told.tokens.update((ids[rows[at]], each) for at, each in zip(asked, likely, strict=True))
+    for row, first, tokens, logprobs in scores:
+        told.prompts.setdefault(ids[row], []).extend(enumerate(_likely(tokens, logprobs), first))
+    return told
+
+
+def _likely(tokens: Tensor, logprobs: Logprobs) -> list[Likely]:
+    """For each row: the token it got and the likeliest ones, each with its log-probability and its rank."""
+    chosen, ranks, ids, values = (each.cpu().tolist() for each in logprobs)
+    found = []
+    for at, token in enumerate(tokens.cpu().tolist()):
         best = {id: (value, rank) for rank, (id, value) in enumerate(zip(ids[at], values[at], strict=True), 1)}
-        found[plan.batch.ids[rows[row]]] = {tokens[row]: (chosen[at], ranks[at]), **best}
+        found.append({token: (chosen[at], ranks[at]), **best})
     return found

@@ -1,0 +1,123 @@
+"""A sample: one answer to a prompt, as far as it has come. Tokens become text here, where stop strings are found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from sapwood.cache import Explanation
+from sapwood.scheduler import Ended, RequestSpec
+
+from .params import SamplingParams
+from .stops import TextStream
+
+Likely = Mapping[int, tuple[float, int]]  # token -> log-probability, and its rank from 1
+_REASONS = {"length": "length", "abort": "abort", "failed": "error"}
+
+
+class Logprob(NamedTuple):
+    """The log-probability of a token, its rank from 1, and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+class Grammar(Protocol):
+    """Which tokens may come next, as answers of a certain form go on. It follows one sample."""
+
+    def accept(self, token: int) -> None:
+        """This token has come."""
+
+    def rollback(self, tokens: int) -> None:
+        """The last ones have not come after all."""
+
+    def allowed(self) -> npt.NDArray[np.int32]:
+        """The tokens that may come next, as bits of int32 from the lowest on."""
+
+
+@dataclass(slots=True, eq=False)
+class Sample:
+    spec: RequestSpec  # what the scheduler is asked for it
+    request: str
+    index: int  # among the samples of its request
+    prompt: npt.NDArray[np.int32]
+    params: SamplingParams
+    eos: tuple[int, ...]  # tokens that end it
+    bad_words: tuple[tuple[int, ...], ...]
+    stream: TextStream | None  # None: no text is made
+    miss: Explanation
+    grammar: Grammar | None = None
+    fed: int = 0  # tokens that the grammar has been told
+    seated: bool = False  # it has had memory, and something was computed for it
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
+    cumulative: float = 0.0
+    cached: int = 0
+    new_text: str = ""  # what the last token has made final
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str = ""
+
+    @property
+    def id(self) -> str:
+        """As the scheduler knows it."""
+        return self.spec.id
+
+    @property
+    def text(self) -> str:
+        return self.stream.text if self.stream is not None else ""
+
+    @property
+    def scores_prompt(self) -> bool:
+        """The log-probabilities of its prompt are wanted, and it is the one of its request to find them."""
+        return self.params.prompt_logprobs is not None and not self.index
+
+    def takes(self, token: int, likely: Likely | None, tokenizer: Any) -> bool:
+        """One more token. True if its text has come to a stop string."""
+        self.token_ids.append(token)
+        self.new_text = ""
+        if likely is not None:
+            self.cumulative += likely[token][0]
+            self.logprobs.append(_named(likely, token, self.params.logprobs or 0, tokenizer))
+        stops = token in self.eos and len(self.token_ids) >= self.params.min_tokens
+        if self.stream is None or stops:  # the text of a token that ends it is left to `ends`
+            return False
+        self.new_text = self.stream.push(token)
+        return self.stream.stopped is not None
+
+    def learns(self, position: int, likely: Likely, tokenizer: Any) -> None:
+        """How likely the prompt's token at `position` was."""
+        if not self.prompt_logprobs:
+            self.prompt_logprobs = [None] * len(self.prompt)
+        token = int(self.prompt[position])
+        self.prompt_logprobs[position] = _named(likely, token, self.params.prompt_logprobs or 0, tokenizer)
+
+    def ends(self, end: Ended, model_eos: tuple[int, ...]) -> None:
+        self.cached = end.cached
+        last = self.token_ids[-1] if self.token_ids else None
+        if self.stream is not None and self.stream.stopped is not None:
+            self.finish_reason, self.stop_reason = "stop", self.stream.stopped
+            del self.token_ids[self.stream.tokens :], self.logprobs[self.stream.tokens :]
+            return
+        if self.stream is not None:
+            self.new_text += self.stream.finish(last if end.reason == "stop" else None)
+        self.finish_reason = _REASONS.get(end.reason, "stop")
+        if end.reason == "stop":
+            self.stop_reason = last if last not in model_eos else None
+        elif end.reason == "failed":
+            self.error = end.detail
+
+
+def _named(likely: Likely, token: int, most: int, tokenizer: Any) -> dict[int, Logprob]:
+    """The token itself and the `most` likeliest, each with its text."""
+    return {
+        id: Logprob(value, rank, None if tokenizer is None else str(tokenizer.decode([id])))
+        for id, (value, rank) in likely.items()
+        if id == token or rank <= most
+    }
