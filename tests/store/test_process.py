@@ -321,6 +321,21 @@ def test_close_of_a_process_that_stands_still() -> None:
 # ---- the same as on threads
 
 
+def test_close_of_a_process_that_cannot_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system takes longer to end it than `close` waits: that is said, and whoever polls afterwards meets no error.
+
+    Mutation: `_watch` takes a closed socket out of the epoll.
+    """
+    store: Any = away("memory://").store
+    process = store._child.process
+    gone = process.gone
+    with monkeypatch.context() as slow:
+        slow.setattr(process, "gone", lambda: False)
+        slow.setattr("sapwood.store.process._KILLED", 0.05)
+        assert not store.close(0.0) and store.poll() == []
+    assert process.gone == gone and store.close(1.0)
+
+
 @pytest.mark.parametrize(
     "faults",
     ["partial=0.3", "corrupt=0.3&torn=0.3", "full=0.5", "fail=0.3", "lie=1&partial=0.1&corrupt=0.1&slow=0.002"],

@@ -75,6 +75,8 @@ class ServedModel:
         refuse(model.config)
         AttentionInterface.register(NAME, _attend)
         model.set_attn_implementation(NAME)
+        if model.dtype is torch.float64 and hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")  # torch's grouped products take no float64
         self.model = model.eval().requires_grad_(False)
         self.page_size = page_size
         self.attention: att.Attention = att.FoldedAttention() if attention is None else attention

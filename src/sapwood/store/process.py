@@ -409,7 +409,8 @@ class ProcessStore(Store):
         if want == self._watched:
             return
         if want < 0:
-            self._epoll.unregister(child.link.fileno())
+            if (file := child.link.fileno()) >= 0:  # one that is closed has gone from there by itself
+                self._epoll.unregister(file)
             if child.process.file >= 0:
                 self._epoll.register(child.process.file, select.EPOLLIN)
         elif self._watched:
