@@ -326,12 +326,15 @@ def test_close_of_a_process_that_cannot_be_ended(monkeypatch: pytest.MonkeyPatch
 
     Mutation: `_watch` takes a closed socket out of the epoll.
     """
-    store: Any = away("memory://").store
+    desk = away("memory://")
+    store: Any = desk.store
+    os.kill(pid_of(desk), signal.SIGSTOP)  # or it would close its end first
     process = store._child.process
     gone = process.gone
     with monkeypatch.context() as slow:
         slow.setattr(process, "gone", lambda: False)
         slow.setattr("sapwood.store.process._KILLED", 0.05)
+        slow.setattr("sapwood.store.process._GOING", 0.0)
         assert not store.close(0.0) and store.poll() == []
     assert process.gone == gone and store.close(1.0)
 
