@@ -151,7 +151,8 @@ def test_nan_fails_its_own_request(folder):
 def test_t10_a_store_serves_the_next_engine(folder, tmp_path):
     """What one engine has computed another loads from the store; a model with other weights finds nothing there.
 
-    Mutation: `Engine._open_store` takes the model's name for its weights.
+    Mutation: `Engine._open_store` takes the model's name for its weights; `LLM._output` tells what was missing before
+    the store was asked.
     """
     uri = f"file://{tmp_path}/store?size=1GiB"
     tokens = prompt(1, 60)
@@ -160,6 +161,7 @@ def test_t10_a_store_serves_the_next_engine(folder, tmp_path):
     with open_llm(folder, host_cache="4MiB", store=uri) as llm:
         (output,) = llm.generate(ids(tokens), GREEDY, use_tqdm=False)
         assert output.num_cached_tokens >= 56 and said([output]) == [answer("llama", tokens, 8)]
+        assert output.miss is None, "the store had it"
     with open_llm(folder, host_cache="4MiB", store=uri, dtype="float32") as llm:
         assert llm.generate(ids(tokens), GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
 

@@ -236,7 +236,9 @@ class LLM:
 
     def _output(self, job: _Job) -> RequestOutput:
         first = job.samples[0]
-        miss = None if first.miss.reason == "hit" else Miss(first.miss.reason, first.miss.position)
+        miss = None  # also where a store or a neighbour had more than was here when it came
+        if first.miss.reason != "hit" and first.cached <= first.miss.position:
+            miss = Miss(first.miss.reason, first.miss.position)
         return RequestOutput(
             job.id,
             job.prompt,
