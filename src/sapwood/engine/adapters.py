@@ -57,6 +57,13 @@ class Span(NamedTuple):
     tokens: slice | Tensor
 
 
+class Added(NamedTuple):
+    """What one adapter adds to a linear layer, [in, rank] and [rank, out], and to which tokens."""
+
+    pair: Pair
+    tokens: slice | Tensor
+
+
 class Routing:
     """Which tokens of a flat batch belong to which slot. `slots` has one entry a token, 0 for the base model."""
 
@@ -103,19 +110,22 @@ class _Wrapped:
             self.add(self.owner.routing, input, y)
         return y
 
-    def add(self, routing: Routing, x: Tensor, y: Tensor) -> None:
-        spans = [(self.in_use[span.slot], span.tokens) for span in routing.spans]
-        if not any(pair for pair, _ in spans):
-            return
-        x, y = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
-        if len(x) != len(routing.slots):
+    def present(self, routing: Routing, tokens: int) -> list[Added]:
+        """What is added to the outputs of a batch of so many tokens."""
+        added = [Added(pair, span.tokens) for span in routing.spans if (pair := self.in_use[span.slot]) is not None]
+        if added and tokens != len(routing.slots):
             raise RuntimeError(
-                f"{self.name} was given {len(x)} tokens and the adapters are routed for {len(routing.slots)}: "
+                f"{self.name} was given {tokens} tokens and the adapters are routed for {len(routing.slots)}: "
                 "whoever calls it with others must apply the routing's `part` of them"
             )
-        for pair, tokens in spans:
-            if pair is None:
-                continue
+        return added
+
+    def add(self, routing: Routing, x: Tensor, y: Tensor) -> None:
+        added = self.present(routing, x.numel() // x.shape[-1])
+        if not added:
+            return
+        x, y = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+        for pair, tokens in added:
             if isinstance(tokens, slice):
                 y[tokens].addmm_(x[tokens] @ pair.a, pair.b)
             else:
@@ -352,6 +362,15 @@ class Adapters:
         with torch.inference_mode():
             for name, wrapped in self._wrapped.items():
                 wrapped.upload(slot, adapter.pairs.get(name))
+
+
+def added_to(linear: nn.Module, tokens: int) -> list[Added]:
+    """What the forward that runs now adds to a linear layer, for whoever computes with its weight and does not call
+    it."""
+    wrapped = linear.forward
+    if not isinstance(wrapped, _Wrapped) or wrapped.owner.routing is None:
+        return []
+    return wrapped.present(wrapped.owner.routing, tokens)
 
 
 def _in_expert(module: str) -> bool:

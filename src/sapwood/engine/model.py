@@ -22,6 +22,7 @@ from torch import Tensor
 from . import attention as att
 from . import recurrent
 from .arena import DeviceArena
+from .latents import latent_of, page_latents
 from .remembers import Probe, Remembered, refuse, remembered, states_of, text_config
 
 NAME = "sapwood"
@@ -54,7 +55,10 @@ def _attend(
     """q [1, H, T, D], k and v [1, Hkv, T, D] -> [1, T, H, Dv], as transformers calls it."""
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     asked = att.Asked(scaling, softcap, s_aux)
-    return _run.attend(module, query, key, value, window=sliding_window, asked=asked), None
+    latent = latent_of(module)
+    if latent is None:
+        return _run.attend(module, query, key, value, window=sliding_window, asked=asked), None
+    return latent.values(_run.attend(module, latent.query(query), key, value, window=sliding_window, asked=asked)), None
 
 
 @contextmanager
@@ -84,6 +88,7 @@ class ServedModel:
         self.vocabulary = int(text_config(model.config).vocab_size)
         self._asks = _arguments(model)
         self.mixers = recurrent.Mixers(model)
+        self.latents = page_latents(model)
         self.groups = self._look()
         self._kv: dict[int, tuple[str, Tensor, Tensor]] = {}
         self._windows: dict[int, int | None] = {}
@@ -97,7 +102,7 @@ class ServedModel:
         """One forward of a few tokens, for what it shows: what attention was asked for, and the states it left."""
         from transformers import DynamicCache
 
-        probe, cache = Probe(), DynamicCache(config=self.model.config)
+        probe, cache = Probe(self.latents), DynamicCache(config=self.model.config)
         ids = torch.arange(_DRY_TOKENS, device=self.device)[None]
         place = "cache_params" if "cache_params" in self._asks else "past_key_values"
         with _attending(probe.attend):
@@ -112,8 +117,9 @@ class ServedModel:
                 view = arena.view(group.name, part.layer, part.name)
                 if group.family == "state":
                     states.setdefault(part.layer, {})[part.name] = view
-                elif part.name == "k":
-                    values = arena.view(group.name, part.layer, "v")
+                elif part.name in ("k", "latent"):
+                    latent = self.latents.get(part.layer)
+                    values = view[..., : latent.rank] if latent else arena.view(group.name, part.layer, "v")
                     self._kv[part.layer] = (group.name, view, values)
                     self._windows[part.layer] = group.window
         if states:
@@ -123,11 +129,13 @@ class ServedModel:
         """[S, vocabulary] after the step's K, V and states were written."""
 
         def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, window: int | None, asked: att.Asked) -> Tensor:
-            name, k_pages, v_pages = self._kv[int(module.layer_idx)]
+            layer = int(module.layer_idx)
+            name, k_pages, v_pages = self._kv[layer]
             rows = flat.attention[name]
             place = rows.pages, rows.offsets
             k_pages.index_put_(place, k[0].transpose(0, 1))
-            v_pages.index_put_(place, v[0].transpose(0, 1))
+            if layer not in self.latents:  # whose values are in their keys
+                v_pages.index_put_(place, v[0].transpose(0, 1))
             return self.attention.attend(q[0].transpose(0, 1), k_pages, v_pages, rows, asked)[None]
 
         arguments: dict[str, Any] = {"input_ids": flat.ids[None], "use_cache": False}

@@ -7,7 +7,7 @@ states, as the attention function and a cache of transformers' own see them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +39,7 @@ class Seen(NamedTuple):
 
     window: int | None
     k: tuple[int, ...]  # heads, dimension
-    v: tuple[int, ...]
+    v: tuple[int, ...] | None  # None: in K (latents.py)
     dtype: torch.dtype
 
 
@@ -109,12 +109,14 @@ def config_window(text: Any) -> int | None:
 class Probe:
     """Stands in for attention during the dry forward: sees what each layer asks for, and answers with zeros."""
 
-    def __init__(self) -> None:
+    def __init__(self, latents: Container[int]) -> None:
         self.layers: dict[int, Seen] = {}
+        self._latents = latents  # layers whose values are the first part of their keys
 
     def attend(self, module: Any, q: Any, k: Any, v: Any, window: int | None, **_: Any) -> Any:
         layer = int(module.layer_idx)
-        self.layers[layer] = Seen(window, (k.shape[1], k.shape[3]), (v.shape[1], v.shape[3]), k.dtype)
+        values = None if layer in self._latents else (v.shape[1], v.shape[3])
+        self.layers[layer] = Seen(window, (k.shape[1], k.shape[3]), values, k.dtype)
         return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
 
 
@@ -174,6 +176,9 @@ def _pages(attention: dict[int, Seen], layers: list[int], page: int) -> PageLayo
     def parts() -> Iterator[PagePart]:
         for layer in sorted(layers):
             seen = attention[layer]
+            if seen.v is None:
+                yield PagePart(layer, "latent", (page, *seen.k), seen.dtype)
+                continue
             yield PagePart(layer, "k", (page, *seen.k), seen.dtype)
             yield PagePart(layer, "v", (page, *seen.v), seen.dtype)
 
