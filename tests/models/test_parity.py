@@ -148,7 +148,7 @@ def test_t01_the_same_tokens_from_host(name):
     assert bed.loop.tiers.stats()["loads"] > loads
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "bamba", "qwen3-next"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "bamba", "qwen3-next", "deepseek-v3"])
 @pytest.mark.parametrize("overlap", [1])
 def test_p09_the_same_tokens_with_failing_steps(name, overlap):
     """Every fifth step fails after it has written: rows go back, and say what they would have.
@@ -168,7 +168,7 @@ def test_p09_the_same_tokens_with_failing_steps(name, overlap):
     assert bed.scheduler.stats()["steps_failed"] >= 3
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-oss", "bamba"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-oss", "bamba", "deepseek-v3"])
 @pytest.mark.parametrize("chunk", [1, 4, 7, 64])
 def test_the_same_tokens_in_chunks_of_any_size(name, chunk):
     """Mutation: `_chunk` of attention.py takes keys for positions."""

@@ -30,6 +30,22 @@ _BASE: dict[str, Any] = {
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 _PURE_MAMBA = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": VOCABULARY, "tie_word_embeddings": False}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+_ROUTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+}
 
 # name -> (config class, its fields beyond the base)
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -63,21 +79,57 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_PURE_MAMBA, "num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8},
     ),
     "mamba": ("MambaConfig", {**_PURE_MAMBA, "state_size": 8}),
-    "deepseek-v3": (
+    "deepseek-v3": ("DeepseekV3Config", {**_LATENT, **_ROUTED}),
+}
+_YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
+# Latent attention as others have it: tested in test_latents.py alone.
+LATENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek-v3 with yarn": (
         "DeepseekV3Config",
+        {**_LATENT, **_ROUTED, "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "deepseek-v3 without q_lora": ("DeepseekV3Config", {**_LATENT, **_ROUTED, "q_lora_rank": None}),
+    "deepseek-v2": ("DeepseekV2Config", {**_LATENT, **_ROUTED, "topk_method": "greedy"}),
+    "glm4-moe-lite": ("Glm4MoeLiteConfig", {**_LATENT, **_ROUTED}),
+    "longcat-flash": (
+        "LongcatFlashConfig",
         {
-            "num_key_value_heads": 4,
-            "q_lora_rank": 24,
-            "kv_lora_rank": 16,
-            "qk_nope_head_dim": 8,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 12,
+            **_LATENT,
+            "head_dim": 8,
+            "num_layers": 2,  # each with two attentions
+            "num_hidden_layers": 4,
+            "ffn_hidden_size": 96,
+            "expert_ffn_hidden_size": 32,
             "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "moe_intermediate_size": 32,
+            "zero_expert_num": 2,
+            "moe_topk": 2,
+        },
+    ),
+    "minicpm3": ("MiniCPM3Config", {**_LATENT, "dim_model_base": 64}),
+    "youtu": ("YoutuConfig", {**_LATENT}),
+    "axk1": ("AXK1Config", {**_LATENT, **_ROUTED}),
+    "kimi-linear": (
+        "KimiLinearConfig",
+        {
+            **_LATENT,
+            **_ROUTED,
+            "q_lora_rank": None,
+            "num_local_experts": 4,
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+        },
+    ),
+    "bailing-hybrid": (
+        "BailingHybridConfig",
+        {
+            **_LATENT,
+            **_ROUTED,
+            "num_local_experts": 4,
+            "head_dim": 8,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
         },
     ),
 }
@@ -86,7 +138,7 @@ STATEFUL = ("bamba", "falcon-h1", "qwen3-next", "lfm2", "mamba2", "mamba")
 
 
 def config_of(name: str, **more: Any) -> Any:
-    kind, fields = CONFIGS[name]
+    kind, fields = {**CONFIGS, **LATENT}[name]
     base = {} if "mamba" in name and "Mamba" in kind else _BASE
     return getattr(transformers, kind)(**{**base, **fields, **more})
 
