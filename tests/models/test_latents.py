@@ -213,7 +213,8 @@ def test_l01_adapters_on_the_expansion_are_heard(tmp_path):
     that do not lie together: the logits of PEFT with each alone. (The weight of `kv_b_proj` is read, and the module
     that an adapter wraps never called.)
 
-    Mutation: `Latent.query` or `Latent.values` leaves `added_to` out, or takes another head's rows of B.
+    Mutation: `Latent.query` or `Latent.values` leaves `added_to` out, or takes another head's rows of B; `added_to`
+    does not count as a call, and adapters there are refused.
     """
     model = build("deepseek-v3")
     folders = [adapter(tmp_path / str(n), model, n, rank) for n, rank in ((1, 4), (2, 3))]
@@ -223,6 +224,7 @@ def test_l01_adapters_on_the_expansion_are_heard(tmp_path):
 
     served = ServedModel(model.to(DEVICE), PAGE)
     adapters = Adapters(model, max_loras=2, max_rank=4)
+    adapters.only_called(served.dry)
     digests = [None if folder is None else adapters.load(folder.name, folder) for folder in owners]
     group = served.groups[0]
     memory = [CacheGroup(group.name, group.family, 20, page_bytes=group.layout.page_bytes)]

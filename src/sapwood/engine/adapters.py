@@ -368,9 +368,11 @@ def added_to(linear: nn.Module, tokens: int) -> list[Added]:
     """What the forward that runs now adds to a linear layer, for whoever computes with its weight and does not call
     it."""
     wrapped = linear.forward
-    if not isinstance(wrapped, _Wrapped) or wrapped.owner.routing is None:
+    if not isinstance(wrapped, _Wrapped):
         return []
-    return wrapped.present(wrapped.owner.routing, tokens)
+    if wrapped.owner.called is not None:
+        wrapped.owner.called.add(wrapped.name)
+    return [] if wrapped.owner.routing is None else wrapped.present(wrapped.owner.routing, tokens)
 
 
 def _in_expert(module: str) -> bool:
