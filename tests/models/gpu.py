@@ -1,8 +1,9 @@
 """Models on a GPU in bf16, held against transformers' own noise: `PYTHONPATH=src python -m tests.models.gpu`.
 
-bf16 logits of two right implementations differ. How much, transformers tells itself: its eager attention against its
-sdpa. Ours must be no further from its sdpa than that, and attention that leaves out the last key or the last page must
-be seen to be wrong. `--figures`: then how fast an engine of Qwen3-8B's shape is, with random weights.
+bf16 logits of two right implementations differ. How much they may, transformers tells itself: how far its own in bf16
+are from its own in float32. Ours in bf16 must be no further from those, and attention that leaves out the last key or
+the last page must be seen to be wrong. `--figures`: then how fast an engine of Qwen3-8B's shape is, with random
+weights.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ def wide(name: str) -> Any:
         given["head_dim"] = 64
     if "sliding_window" in given:
         given["sliding_window"] = 128
+    if name == "bamba":
+        given |= {"mamba_n_heads": 16, "mamba_d_head": 64}
     if name == "gemma2":
         given["attn_logit_softcapping"] = 20.0
     if name == "deepseek-v3":
@@ -153,8 +156,8 @@ def ours(model: Any, prompts: list[np.ndarray], attention: Any = None) -> list[t
 
 
 @torch.inference_mode()
-def theirs(model: Any, prompts: list[np.ndarray], way: str) -> list[torch.Tensor]:
-    model.set_attn_implementation(way)
+def theirs(model: Any, prompts: list[np.ndarray]) -> list[torch.Tensor]:
+    model.set_attn_implementation("eager")  # which has soft-caps and sinks in every version
     return [model(torch.from_numpy(tokens).long()[None].to(CARD)).logits[0].float() for tokens in prompts]
 
 
@@ -167,26 +170,22 @@ def far(one: list[torch.Tensor], other: list[torch.Tensor]) -> tuple[float, floa
 def parity() -> list[str]:
     generator = np.random.default_rng(1)
     wrong = []
-    say(f"{'':14}{'eager / sdpa':>16}{'ours / sdpa':>16}{'last key out':>16}{'last page out':>16}   relative (argmax)")
+    say(f"{'':14}{'theirs bf16':>16}{'ours bf16':>16}{'last key out':>16}{'last page out':>16}   off float32 (argmax)")
     for name in CONFIGS:
         prompts = [generator.integers(0, 4096, n, np.int32) for n in LENGTHS]
         model = wide(name)
-        sdpa_is_right = name not in ("gemma2", "gpt-oss")  # soft-caps and sinks are eager's alone
-        base = theirs(model, prompts, "sdpa" if sdpa_is_right else "eager")
-        try:
-            noise = far(theirs(model, prompts, "eager"), base)
-        except (ValueError, NotImplementedError):
-            noise = (0.0, 1.0)
-        got = far(ours(model, prompts), base)
+        right = theirs(model.float(), prompts)
+        model = model.to(torch.bfloat16)
+        noise = far(theirs(model, prompts), right)
+        got = far(ours(model, prompts), right)
         told = [noise, got]
         attends = any(hasattr(module, "q_proj") or hasattr(module, "q_b_proj") for module in model.modules())
         if attends:
-            told += [far(ours(model, prompts, Blind(keys)), base) for keys in (1, PAGE)]
+            told += [far(ours(model, prompts, Blind(keys)), right) for keys in (1, PAGE)]
         say(f"{name:14}" + "".join(f"{f'{d:.4f} ({same:.3f})':>16}" for d, same in told))
-        floor = max(noise[0], 0.01)
-        if not got[0] <= 1.5 * floor:
+        if not got[0] <= 1.2 * noise[0]:
             wrong.append(f"{name}: {got[0]:.4f} off, and transformers itself {noise[0]:.4f}")
-        if attends and not min(each[0] for each in told[2:]) > 1.5 * got[0]:
+        if attends and not min(each[0] for each in told[2:]) > 1.2 * got[0]:
             wrong.append(f"{name}: what is wrong on purpose is not seen: {told[2:]} against {got}")
     return wrong
 

@@ -163,8 +163,11 @@ def prompt(seed: int, length: int) -> list[int]:
 
 @functools.cache
 def model_of(name: str) -> Any:
-    """The model that transformers answers with; ours is another object with the same weights."""
-    return build(name)
+    """The model that transformers answers with; ours is another object with the same weights. Its eager attention has
+    soft-caps and sinks in every version."""
+    model = build(name)
+    model.set_attn_implementation("eager")
+    return model
 
 
 @functools.cache
