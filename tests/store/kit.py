@@ -329,7 +329,7 @@ from mooncake.store import MooncakeDistributedStore
 store = MooncakeDistributedStore()
 code = store.setup("127.0.0.1", "P2PHANDSHAKE", int(sys.argv[2]), 16 << 20, "tcp", "", sys.argv[1])
 print("code", code, flush=True)
-time.sleep(600)
+time.sleep(1 << 20)  # until it is killed
 """
 QUIET = {"GLOG_minloglevel": "3", "MC_LOG_LEVEL": "ERROR"}
 _NEWNET = 0x40000000

@@ -121,14 +121,16 @@ class Probe:
 
 
 def states_of(cache: Any) -> dict[int, list[tuple[str, torch.Tensor]]]:
-    """By layer: the states that a dry forward left in a cache, batch of one."""
+    """By layer: the states that a dry forward left in a cache, batch of one. What is added to token by token is kept in
+    float32 at least: rounding it each time would add up."""
     found: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for layer, kept in enumerate(cache.layers):
         parts = []
         for kind in ("conv", "recurrent"):
             for at, state in (getattr(kept, f"{kind}_states", None) or {}).items():
                 if state is not None:
-                    parts.append((f"{kind}{at}", state[0]))
+                    sums = kind == "recurrent" and state.dtype is not torch.float64
+                    parts.append((f"{kind}{at}", state[0].float() if sums else state[0]))
         if parts:
             found[layer] = parts
     return found
