@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from sapwood.cache import CacheGroup
 from sapwood.engine.model import ServedModel
 from sapwood.engine.remembers import Seen, Unsupported, config_window, refuse, remembered
+from sapwood.engine.transfer_torch import TorchArena
 
 from .zoo import build, config_of, torch
 
@@ -70,3 +72,18 @@ def test_config_and_dry_forward_must_agree():
     ):
         with pytest.raises(Unsupported, match=says):
             remembered(text, wrong, {}, 4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_scan_that_begins_from_zeros_is_known_in_any_precision(dtype):
+    """Mamba 1's chunks do not go on from a state, Mamba 2's do; weights that small states hide behind bf16's rounding.
+
+    Mutation: `Mixers._chunks_go_on` asks in the model's own dtype.
+    """
+    for name, loops in (("mamba", True), ("mamba2", False)):
+        served = ServedModel(build(name, getattr(torch, dtype), num_hidden_layers=1), 4)
+        groups = [CacheGroup(g.name, g.family, 2, 0, g.window, g.layout.page_bytes) for g in served.groups]
+        before = [(parameter, parameter.dtype, parameter.data_ptr()) for parameter in served.model.parameters()]
+        served.bind(TorchArena.allocate(groups, {group.name: group.layout for group in served.groups}))
+        assert list(served.mixers._loops.values()) == [loops], name
+        assert [(parameter, parameter.dtype, parameter.data_ptr()) for parameter in served.model.parameters()] == before

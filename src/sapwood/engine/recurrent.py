@@ -162,12 +162,17 @@ class Mixers:
 
     @torch.no_grad()
     def _chunks_go_on(self, module: Any, layer: int) -> bool:
-        """Whether a chunk of several tokens goes on from the state it is given. (Some scans begin from zeros.)"""
+        """Whether a chunk of several tokens goes on from the state it is given. (Some scans begin from zeros.) Asked in
+        float32: what a state does may be less than what bf16 rounds off."""
+        with _in_float32(module):
+            return self._asked(module, layer)
+
+    def _asked(self, module: Any, layer: int) -> bool:
         weight = next(module.parameters())
         size = _hidden_size(module)
         generator = torch.Generator().manual_seed(1)
         hidden = torch.randn(1, 7, size, generator=generator).to(weight)
-        memory = {part: torch.zeros_like(kept[:2]) for part, kept in self._memory[layer].items()}
+        memory = {part: _exact(torch.zeros_like(kept[:2])) for part, kept in self._memory[layer].items()}
         slot = torch.ones(1, dtype=torch.long, device=weight.device)
         answers = []
         for ends in ([3, 7], [3, 4, 5, 6, 7]):
@@ -181,7 +186,7 @@ class Mixers:
                 begin = end
             answers.append(torch.cat(parts, 1).double())
         off = (answers[0] - answers[1]).abs().max() / answers[1].abs().max().clamp_min(1e-6)
-        return bool(off < (_CLOSE if weight.dtype in (torch.float32, torch.float64) else 0.1))
+        return bool(off < _CLOSE)
 
     @contextmanager
     def _on(self, layer: int, memory: dict[str, Tensor]) -> Iterator[None]:
@@ -190,6 +195,23 @@ class Mixers:
             yield
         finally:
             self._memory = before
+
+
+@contextmanager
+def _in_float32(module: Any) -> Iterator[None]:
+    """A module's weights in float32 at least, for a while."""
+    before = [(tensor, tensor.data) for tensor in (*module.parameters(), *module.buffers())]
+    for tensor, data in before:
+        tensor.data = _exact(data)
+    try:
+        yield
+    finally:
+        for tensor, data in before:
+            tensor.data = data
+
+
+def _exact(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def _is_mixer(module: Any) -> bool:
