@@ -198,9 +198,11 @@ def parity() -> list[str]:
         if attends:
             told += [far(ours(wide(name), prompts, Blind(keys)), right) for keys in (1, PAGE)]
         say(f"{name:14}" + "".join(f"{f'{d:.4f} ({same:.3f})':>16}" for d, same in told))
-        if not got[0] <= 1.2 * noise[0]:
+        if not got[0] <= 1.05 * noise[0]:
             wrong.append(f"{name}: {got[0]:.4f} off, and transformers itself {noise[0]:.4f}")
-        if attends and not min(each[0] for each in told[2:]) > 1.2 * got[0]:
+        # Where bf16 alone is far off, a single key is less than that; a page is not.
+        seen = (max if noise[0] > 0.1 else min)([each[0] for each in told[2:]], default=1.0)
+        if not seen > 1.1 * noise[0]:
             wrong.append(f"{name}: what is wrong on purpose is not seen: {told[2:]} against {got}")
     return wrong
 

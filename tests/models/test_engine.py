@@ -362,3 +362,26 @@ def test_streams_beside_each_other(folder):
         next(a), next(b)
         assert said(llm.generate(ids(prompt(3, 9)), params, use_tqdm=False)) == [answer("llama", prompt(3, 9), 10)]
         assert said([list(a)[-1], list(b)[-1]]) == [answer("llama", first, 10), answer("llama", second, 10)]
+
+
+def test_what_is_closed_gives_its_memory_back(folder):
+    """Device memory, host memory and weights are free once an engine is closed, whoever still holds it; and nothing can
+    be asked of it any more.
+
+    Mutation: `Engine.close` leaves the arena, or the weights.
+    """
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    llm = open_llm(folder, host_cache="4MiB")
+    llm.generate(ids(prompt(1, 30)), GREEDY, use_tqdm=False)
+    (memory,), model = llm.engine.executor.arena.rows.values(), llm.engine.served.model
+    assert memory.untyped_storage().nbytes() > 4 << 20
+    kept = StorageWeakRef(memory.untyped_storage())
+    del memory
+    assert not kept.expired()
+    llm.close()
+    assert kept.expired() and sum(parameter.nbytes for parameter in model.parameters()) == 0
+    assert llm.stats()["ended"] == 1
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate(ids(prompt(1, 30)), GREEDY, use_tqdm=False)
+    llm.close()

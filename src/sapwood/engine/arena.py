@@ -155,6 +155,10 @@ class DeviceArena:
         arena.layouts = {name: layouts[name] for name in memory}
         return arena
 
+    def close(self) -> None:
+        """Let go of the memory. Views that others still hold keep their group's."""
+        self.rows.clear()
+
     def view(self, group: str, layer: int, name: str) -> Any:
         """A layer's part of every page of a group that was allocated here: [pages + 1, *shape], writeable."""
         return self.layouts[group].view(self.rows[group], layer, name)

@@ -118,11 +118,11 @@ class Engine:
         )
         self.sampler = Sampler(self.sized.max_num_seqs, self.vocabulary, self.device, self._seeds)
         self.executor = ModelExecutor(self.served, arena, self.sized.max_num_seqs, self)
-        mover = None
+        self._mover = None
         if any(group.host_pages for group in groups):
-            mover = open_mover(arena, PinnedArena(groups) if cuda else HostArena(groups))
+            self._mover = open_mover(arena, PinnedArena(groups) if cuda else HostArena(groups))
         self.store = self._open_store(dtype) if config.store is not None else None
-        self.loop = EngineLoop(self.scheduler, self.executor, Tiers(self.scheduler, mover, self.store))
+        self.loop = EngineLoop(self.scheduler, self.executor, Tiers(self.scheduler, self._mover, self.store))
 
     def _open_store(self, dtype: str) -> Store:
         layouts = tuple(
@@ -250,8 +250,17 @@ class Engine:
         self.loop.rest(timeout)
 
     def close(self) -> None:
+        """Abort who is left, write back what a store is owed, and give all memory back."""
         self.abort(self.held)
         self._end(self.loop.close())
+        if self._mover is not None:
+            self._mover.device.close()
+            if self.loop.tiers.close(0.0):  # else somebody may still write there
+                self._mover.host.close()
+        self.executor.arena.close()
+        self.served.close()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _end(self, ended: Sequence[Ended]) -> list[Sample]:
         over = []

@@ -205,7 +205,7 @@ class EngineLoop:
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"[:1000]
-            event = StepFailed(step, reason, list(getattr(error, "culprits", ())))
+            event = StepFailed(step, reason, tuple(getattr(error, "culprits", ())))
             log.warning("step %s failed, %d rows: %s", step, len(flight.plan.batch.ids), reason.split("\n")[0])
             if reason not in self._told and len(self._told) < _TOLD:
                 self._told.add(reason)

@@ -125,6 +125,13 @@ class ServedModel:
         if states:
             self.mixers.bind(states)
 
+    def close(self) -> None:
+        """Let go of all memory, the weights' too."""
+        self._kv.clear()
+        self.mixers.bind({})
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            tensor.data = tensor.data.new_empty(0)
+
     def logits(self, flat: Flat) -> Tensor:
         """[S, vocabulary] after the step's K, V and states were written."""
 

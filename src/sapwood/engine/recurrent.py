@@ -100,7 +100,7 @@ class Mixers:
     def bind(self, memory: dict[int, dict[str, Tensor]]) -> None:
         self._memory = memory
         for layer, module in self.layers.items():
-            if type(module) not in self._loops:
+            if layer in memory and type(module) not in self._loops:
                 self._loops[type(module)] = not self._chunks_go_on(module, layer)
 
     @contextmanager

@@ -25,10 +25,10 @@ from sapwood.scheduler import Event, Plan, StepDone, StepFailed
 
 from . import attention as att
 from . import recurrent
-from .arena import DeviceArena
 from .model import Flat, ServedModel
 from .pieces import Piece, pieces
 from .sampling import Logprobs, Sampled, logprobs_of
+from .transfer_torch import TorchArena
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class ModelExecutor:
     """Runs plans on a model. `arena` holds the memory of its groups, page-major, as the scheduler gives it out.
     `told`: by step, what plans that are done found of log-probabilities; whoever wants it takes it out."""
 
-    def __init__(self, served: ServedModel, arena: DeviceArena, slots: int, hooks: Hooks | None = None) -> None:
+    def __init__(self, served: ServedModel, arena: TorchArena, slots: int, hooks: Hooks | None = None) -> None:
         served.bind(arena)
         self.served = served
         self.arena = arena

@@ -128,6 +128,7 @@ class Mover(ABC):
         for op in [op for op in self._open if op not in self._ended]:
             self._block(op)
         self._closed = True
+        self._rows.clear()
 
     # ---- for those who move
 
