@@ -2,9 +2,10 @@
 
     full        a page for page_size tokens; they get what the others leave
     window      twice what max_num_seqs rows can read
-    state       a slot is large, worth thousands of tokens. A resident context of L tokens costs its pages and two slots
-                (one that works, one snapshot): C such contexts fit, and 2 C slots are made, at least one for every row
-                and two more
+    state       a slot is large, worth hundreds or thousands of tokens. A resident context of L tokens costs its pages
+                and four slots (one that works, and snapshots at its prompt's end, behind its answer and where others
+                branch off): C such contexts fit, and 4 C slots are made, at least one for every row and two more.
+                docs/design.md has what was measured with fewer and more
 
 If the slots of max_num_seqs rows would take more than half of the memory, fewer rows run at a time, and that is said.
 """
@@ -20,6 +21,7 @@ from .arena import readable, with_host_bytes
 from .remembers import Remembered
 
 CONTEXT = 8192  # tokens of the context that slots are weighed against
+SLOTS = 4  # of a resident context
 _SPARE = 2  # columns of a window beyond those it covers: it begins inside a page, and grows into a new one
 
 
@@ -71,8 +73,8 @@ def size(
         pages = {name: int(n * scale) for name, n in pages.items()}
         windows = int(windows * scale)
     if slot:
-        each = columns * sum(group.layout.page_bytes for group in by_family["full"]) + 2 * slot
-        slots = max(2 * (max(0, free - windows) // each), max_num_seqs + 2)
+        each = columns * sum(group.layout.page_bytes for group in by_family["full"]) + SLOTS * slot
+        slots = max(SLOTS * (max(0, free - windows) // each), max_num_seqs + 2)
         if not by_family["full"] and not by_family["window"]:
             slots = free // slot
         pages |= {group.name: slots for group in by_family["state"]}
