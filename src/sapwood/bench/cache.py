@@ -124,17 +124,21 @@ def _must_fit(engine: Engine, prompts: Sequence[Prompt]) -> None:
 
 
 def _little(engine: Engine, tokens: int) -> EngineConfig:
-    """The same engine for one request at a time, with device memory for about so many tokens."""
+    """The same engine for one request at a time, with device memory for about so many tokens, and for windows and
+    states no more than one request needs that computes the end of a page."""
     from sapwood.engine.sizing import size
 
-    page, chunk, longest = engine.config.page_size, engine.scheduler.config.max_batch_tokens, engine.max_model_len
-    nbytes, room = 1 << 16, 0
+    page, longest, groups = engine.config.page_size, engine.max_model_len, engine.served.groups
+    step = sum(group.layout.page_bytes for group in groups if group.family == "full") or 1 << 16
+    nbytes, room = 0, 0
     while room < tokens:
-        nbytes += nbytes // 8
+        nbytes += step
         with suppress(ValueError):  # still too little for this model
-            groups = size(engine.served.groups, nbytes, page, 1, longest, 0, chunk).groups
-            room = min((group.device_pages * page for group in groups if group.family == "full"), default=tokens)
-    return replace(engine.config, device_cache=str(nbytes), max_num_seqs=1, max_model_len=longest)
+            sized = size(groups, nbytes, page, 1, longest, 0, page).groups
+            room = min((group.device_pages * page for group in sized if group.family == "full"), default=tokens)
+    return replace(
+        engine.config, device_cache=str(nbytes), max_num_seqs=1, max_num_batched_tokens=page, max_model_len=longest
+    )
 
 
 def _must_be(stage: str, found: Sequence[Found], tokens: int, page: int) -> None:

@@ -42,15 +42,15 @@ def measure(asked: argparse.Namespace, config: EngineConfig) -> Report:
         )
     with opened(config) as engine, progress(asked.num_prompts, "throughput", config.progress) as bar:
         prompts = Prompts(engine, config.seed)
-        warm, all = prompts.one(asked.input_len), _prompts(prompts, asked)
+        warm, texts = prompts.one(asked.input_len), _prompts(prompts, asked)
         run(engine, [warm], [min(2, asked.output_len)])
-        ours = run(engine, all, [asked.output_len] * asked.num_prompts, bar=bar)
-        files = engine.files
+        ours = run(engine, texts, [asked.output_len] * asked.num_prompts, bar=bar)
+        files, budget = engine.files, engine.scheduler.config.max_batch_tokens
     cached = sum(request.cached for request in ours.requests)
     done = {"sapwood": Done(ours.seconds, sum(len(request.times) for request in ours.requests))}
     if asked.peer is not None:
-        done |= measure_peers(files, config, warm, all, asked.output_len)
-    figures = {name: _figures(each, all) for name, each in done.items()}
+        done |= measure_peers(files, config, warm, texts, asked.output_len, budget)
+    figures = {name: _figures(each, texts) for name, each in done.items()}
     figures["sapwood"]["cached"] = cached / (asked.num_prompts * asked.input_len)
     for name, each in figures.items():
         if name != "sapwood":
