@@ -161,7 +161,7 @@ def test_calibration_predicts_a_workload(folder):
     assert cost.tokens[0][0] == 2 and cost.rows[0][0] == 1 and cost.rows[-1][0] == 8
     assert cost.kv_bytes == 3 * 2 * 2 * 16 * 4, "layers, K and V, heads, numbers of a head, bytes"
     assert 1 / 3 < read["predicted"] / read["took"] < 3
-    assert "decode, 8 rows, context 32" in read["figures"]
+    assert "decode, 8 rows of 1, context 32" in read["figures"]
 
 
 @pytest.mark.long

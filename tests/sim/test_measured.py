@@ -10,7 +10,9 @@ import pytest
 
 from sapwood.sim import MeasuredCost
 
-COST = MeasuredCost(tokens=((2, 1.0), (10, 5.0)), rows=((1, 2.0), (4, 3.0)), key=0.001, pair=0.0001, kv_bytes=100)
+COST = MeasuredCost(
+    tokens=((2, 1.0), (10, 5.0)), rows=((1, 2.0), (4, 3.0)), key=0.001, pair=0.0001, own=0.01, kv_bytes=100
+)
 
 
 def seconds(*rows: tuple[int, int], cost: MeasuredCost = COST) -> float:
@@ -23,21 +25,20 @@ def test_what_was_measured_is_predicted():
 
     Mutation: `_at` stays at the last point for all that is larger.
     """
-    plain = replace(COST, key=0, pair=0)
+    plain = replace(COST, key=0, pair=0, own=0)
     assert [seconds((0, n), cost=plain) for n in (2, 6, 10, 20)] == [1.0, 3.0, 5.0, 10.0]
     assert [seconds(*[(50, 1)] * n, cost=plain) for n in (1, 4, 8)] == pytest.approx([2.0, 3.0, 6.0])
     assert seconds() == 0
 
 
 def test_attention_costs_what_rows_read():
-    """A row of one token reads its context; each token of a chunk reads its context and what of the chunk is before it.
+    """A row of one token reads its context, and so does each token of a chunk, and what of the chunk is before it.
 
-    Mutation: `begins` is left out of the pairs; `key` counts rows and not their tokens.
+    Mutation: `begins` is left out; `key` counts rows and not their tokens; `own` takes all rows for one.
     """
     assert seconds((100, 1)) == pytest.approx(2.0 + 0.1)
-    assert seconds((100, 10)) == pytest.approx(5.0 + 0.0001 * (1000 + 50))
-    two = seconds((0, 5), (0, 5))
-    assert two == pytest.approx(5.0 + 0.0001 * 25), "two short rows read less of each other than one long one"
+    assert seconds((100, 10)) == pytest.approx(5.0 + 0.0001 * 1000 + 0.01 * 50)
+    assert seconds((0, 5), (100, 5)) == pytest.approx(5.0 + 0.0001 * 500 + 0.01 * 25)
 
 
 def test_rows_of_one_token_cost_more_beside_a_chunk_too():
@@ -45,7 +46,7 @@ def test_rows_of_one_token_cost_more_beside_a_chunk_too():
 
     Mutation: `rows` is left out where there are chunks.
     """
-    plain = replace(COST, key=0, pair=0)
+    plain = replace(COST, key=0, pair=0, own=0)
     assert seconds((0, 6), *[(9, 1)] * 4, cost=plain) == pytest.approx(5.0 + 3.0 - 2.0)
 
 

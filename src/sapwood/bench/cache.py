@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sapwood.engine.flags import EngineConfig
 
 from .arguments import MOST_TOKENS, number
-from .run import Prompt, Prompts, Run, opened, progress, run, settle
+from .run import Prompt, Prompts, opened, progress, run, settle
 from .tables import Report
 
 if TYPE_CHECKING:
@@ -36,6 +36,13 @@ _FORMS = {
     "pages fetched": "{:,.0f}",
 }
 _HOST = "4GiB"  # where no host_cache is asked for; memory is taken when it is used
+
+
+class Salted(NamedTuple):
+    """A prompt, and with whom it may share: with itself."""
+
+    text: Prompt
+    salt: str
 
 
 class Found(NamedTuple):
@@ -74,40 +81,55 @@ def measure(asked: argparse.Namespace, config: EngineConfig) -> Report:
 
 
 def _stages(asked: argparse.Namespace, config: EngineConfig) -> dict[str, list[Found]]:
-    salt = secrets.token_hex(8)  # with a number for each prompt: nobody has computed any of them before
-    stages: dict[str, list[Found]] = {"cold": [], "device": [], "host": [], "store": []}
     with progress(4 * asked.repeats, "cache", config.progress) as bar:
-        with opened(config) as engine:
-            prompts = Prompts(engine, config.seed)
-            texts = prompts.some(asked.repeats, asked.input_len)
-            _must_fit(engine, texts)
-            run(engine, [prompts.one(asked.input_len)], [1])
-            settle(engine)
-            for at, text in enumerate(texts):
-                stages["cold"].append(_find(engine, text, f"{salt} {at}"))
-                stages["device"].append(_find(engine, text, f"{salt} {at}"))
-                settle(engine)
-                bar.update(2)
-            small = _little(engine, asked.input_len * 3 // 2)
-        with opened(small) as engine:
-            run(engine, [prompts.one(2)], [1])
-            for stage in ("store", "host"):
-                for at, text in enumerate(texts):
-                    stages[stage].append(_find(engine, text, f"{salt} {at}"))
-                    settle(engine)
-                    bar.update(1)
+        stages, prompts, small = _first_engine(asked, config, bar)
+        stages |= _second_engine(prompts, small, bar)
     for name, found in stages.items():
         _must_be(name, found, asked.input_len, config.page_size)
+    return {name: stages[name] for name in ("cold", "device", "host", "store")}
+
+
+def _first_engine(
+    asked: argparse.Namespace, config: EngineConfig, bar: Any
+) -> tuple[dict[str, list[Found]], list[Salted], EngineConfig]:
+    """Cold and from the device. The prompts besides, which the store has now, and the second engine's config."""
+    salt = secrets.token_hex(8)  # and a number for each: nobody, on whatever store, has computed any of them before
+    cold, device = [], []
+    with opened(config) as engine:
+        random = Prompts(engine, config.seed)
+        run(engine, [random.one(asked.input_len)], [1])
+        texts = random.some(asked.repeats, asked.input_len)
+        prompts = [Salted(text, f"{salt} {at}") for at, text in enumerate(texts)]
+        _must_fit(engine, texts)
+        for prompt in prompts:
+            settle(engine)
+            cold.append(_find(engine, prompt))
+            device.append(_find(engine, prompt))
+            bar.update(2)
+        settle(engine)
+        return {"cold": cold, "device": device}, prompts, _little(engine, asked.input_len * 3 // 2)
+
+
+def _second_engine(prompts: Sequence[Salted], config: EngineConfig, bar: Any) -> dict[str, list[Found]]:
+    """From the store, and then from host."""
+    stages: dict[str, list[Found]] = {"store": [], "host": []}
+    with opened(config) as engine:
+        run(engine, [Prompts(engine, config.seed).one(2)], [1])
+        for found in stages.values():
+            for prompt in prompts:
+                found.append(_find(engine, prompt))
+                settle(engine)
+                bar.update(1)
     return stages
 
 
-def _find(engine: Engine, prompt: Prompt, salt: str) -> Found:
+def _find(engine: Engine, prompt: Salted) -> Found:
     def moved() -> tuple[int, int]:
         transfers = engine.scheduler.cache.stats()["transfers"]
         return transfers["pages_loaded"], engine.loop.tiers.stats()["pages_fetched"]
 
     loaded, fetched = moved()
-    done: Run = run(engine, [prompt], [1], salt)
+    done = run(engine, [prompt.text], [1], prompt.salt)
     return Found(done.first, done.requests[0].cached, moved()[0] - loaded, moved()[1] - fetched)
 
 

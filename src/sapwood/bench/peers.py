@@ -15,7 +15,7 @@ import numpy as np
 
 from sapwood.engine.flags import EngineConfig
 
-from .run import Prompt, progress
+from .run import Prompt, free_memory, progress
 
 PEERS = ("transformers",)
 _PAGE = 256  # tokens, of transformers' continuous batching
@@ -44,12 +44,14 @@ def measure_peers(
     done = {}
     with progress(2, "transformers", config.progress) as bar:
         for name, ready in (("generate_batch", _continuous), ("generate", _static)):
+            free_memory()
             model = load_model(files, dtype=config.dtype, device=device, seed=config.seed)
             with ready(model, prompts, output, max_batch_tokens) as generate:
                 generate([warm])
                 begin = time.perf_counter()
                 tokens = generate(prompts)
                 done[name] = Done(time.perf_counter() - begin, tokens)
+            del model, generate
             bar.update(1)
             if tokens != output * len(prompts):
                 raise RuntimeError(f"{name} has generated {tokens} tokens, not {len(prompts)} times {output}")

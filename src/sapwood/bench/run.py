@@ -47,16 +47,24 @@ class Run(NamedTuple):
 
 @contextmanager
 def opened(config: EngineConfig) -> Iterator[Engine]:
-    """An engine, for as long as it is needed; then its memory is free for another."""
+    """An engine, for as long as it is needed."""
     from sapwood.engine.core import Engine
 
+    free_memory()
     engine = Engine(replace(config, skip_tokenizer_init=True))
     try:
         yield engine
     finally:
         engine.close()
-        del engine
-        gc.collect()
+
+
+def free_memory() -> None:
+    """Give back what engines have taken that nobody has any more."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def run(

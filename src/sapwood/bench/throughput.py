@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from sapwood.engine.flags import EngineConfig
 
 from .arguments import MOST_TOKENS, number
 from .peers import PEERS, Done, measure_peers
-from .run import Prompt, Prompts, opened, progress, run
+from .run import Prompt, Prompts, Run, opened, progress, run
 from .tables import Report
 
 HELP = "requests and tokens a second, all requests at once"
@@ -40,34 +40,48 @@ def measure(asked: argparse.Namespace, config: EngineConfig) -> Report:
             f"--shared-prefix-len must be less than --input-len, which is {asked.input_len}, "
             f"got {asked.shared_prefix_len}"
         )
-    with opened(config) as engine, progress(asked.num_prompts, "throughput", config.progress) as bar:
-        prompts = Prompts(engine, config.seed)
-        warm, texts = prompts.one(asked.input_len), _prompts(prompts, asked)
-        run(engine, [warm], [min(2, asked.output_len)])
-        ours = run(engine, texts, [asked.output_len] * asked.num_prompts, bar=bar)
-        files, budget = engine.files, engine.scheduler.config.max_batch_tokens
-    cached = sum(request.cached for request in ours.requests)
-    done = {"sapwood": Done(ours.seconds, sum(len(request.times) for request in ours.requests))}
+    ours = _ours(asked, config)
+    done = {"sapwood": Done(ours.run.seconds, sum(len(request.times) for request in ours.run.requests))}
+    forms = dict(_FORMS)
     if asked.peer is not None:
-        done |= measure_peers(files, config, warm, texts, asked.output_len, budget)
-    figures = {name: _figures(each, texts) for name, each in done.items()}
+        done |= measure_peers(ours.files, config, ours.warm, ours.prompts, asked.output_len, ours.max_batch_tokens)
+    else:
+        del forms["sapwood does"]
+    figures = {name: _figures(each, ours.prompts) for name, each in done.items()}
+    cached = sum(request.cached for request in ours.run.requests)
     figures["sapwood"]["cached"] = cached / (asked.num_prompts * asked.input_len)
-    for name, each in figures.items():
-        if name != "sapwood":
-            each["sapwood does"] = figures["sapwood"]["output tokens/s"] / each["output tokens/s"]
-    forms = (
-        _FORMS if asked.peer is not None else {name: form for name, form in _FORMS.items() if name != "sapwood does"}
-    )
+    for name in [*done][1:]:
+        figures[name]["sapwood does"] = figures["sapwood"]["output tokens/s"] / figures[name]["output tokens/s"]
     return Report("throughput", forms, figures)
 
 
-def _prompts(prompts: Prompts, asked: argparse.Namespace) -> list[Prompt]:
-    prefix = prompts.one(asked.shared_prefix_len)
-    rest = prompts.some(asked.num_prompts, asked.input_len - asked.shared_prefix_len)
+class _Ours(NamedTuple):
+    """What our engine has done, and what another needs to do the same."""
+
+    run: Run
+    warm: Prompt
+    prompts: list[Prompt]
+    files: Any  # of the model
+    max_batch_tokens: int
+
+
+def _ours(asked: argparse.Namespace, config: EngineConfig) -> _Ours:
+    """In a function of its own, so that nothing of the engine is left when another begins."""
+    with opened(config) as engine, progress(asked.num_prompts, "throughput", config.progress) as bar:
+        random = Prompts(engine, config.seed)
+        warm, prompts = random.one(asked.input_len), _prompts(random, asked)
+        run(engine, [warm], [min(2, asked.output_len)])
+        done = run(engine, prompts, [asked.output_len] * asked.num_prompts, bar=bar)
+        return _Ours(done, warm, prompts, engine.files, engine.scheduler.config.max_batch_tokens)
+
+
+def _prompts(random: Prompts, asked: argparse.Namespace) -> list[Prompt]:
+    prefix = random.one(asked.shared_prefix_len)
+    rest = random.some(asked.num_prompts, asked.input_len - asked.shared_prefix_len)
     return [np.concatenate([prefix, each]) for each in rest]
 
 
-def _figures(done: Done, prompts: list[Prompt]) -> dict[str, Any]:
+def _figures(done: Done, prompts: list[Prompt]) -> dict[str, float]:
     read = sum(len(prompt) for prompt in prompts)
     return {
         "requests/s": len(prompts) / done.seconds,

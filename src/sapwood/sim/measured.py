@@ -20,7 +20,8 @@ class MeasuredCost:
     tokens    seconds of a step with so many tokens in one row, without what its attention reads
     rows      seconds of a step with so many rows of one token, without what their attention reads
     key       seconds for each token that a row of one token reads
-    pair      seconds for each token that each token of a longer row reads
+    pair      seconds for each token before a longer row that each token of the row reads
+    own       seconds for each token of a longer row that each later one of the row reads
     kv_bytes  of a token
     """
 
@@ -28,6 +29,7 @@ class MeasuredCost:
     rows: Curve
     key: float
     pair: float
+    own: float
     kv_bytes: float
 
     def __post_init__(self) -> None:
@@ -35,7 +37,7 @@ class MeasuredCost:
             curve = getattr(self, name)
             if not curve or any(n < 1 or not seconds > 0 for n, seconds in curve) or list(curve) != sorted(curve):
                 raise ValueError(f"{name} must be pairs of a number and its seconds, rising, got {curve!r:.60}")
-        for name in ("key", "pair", "kv_bytes"):
+        for name in ("key", "pair", "own", "kv_bytes"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)!r}")
 
@@ -44,8 +46,10 @@ class MeasuredCost:
         """From the file that `sapwood bench calibrate --output-json` has written. ValueError if it is none."""
         try:
             cost = json.loads(Path(path).read_bytes())["cost"]
-            curves = {name: tuple((int(n), float(s)) for n, s in cost[name]) for name in ("tokens", "rows")}
-            return cls(**curves, key=cost["key"], pair=cost["pair"], kv_bytes=cost["kv_bytes"])
+            read: dict[str, Any] = {name: float(cost[name]) for name in ("key", "pair", "own", "kv_bytes")}
+            for name in ("tokens", "rows"):
+                read[name] = tuple((int(n), float(seconds)) for n, seconds in cost[name])
+            return cls(**read)
         except (OSError, ValueError, KeyError, TypeError) as problem:
             raise ValueError(f"{path} must be what `sapwood bench calibrate` has written ({problem})") from None
 
@@ -59,8 +63,8 @@ class MeasuredCost:
         rows = int(np.count_nonzero(single))
         taken = _at(self.tokens, tokens) + (_at(self.rows, rows) - _at(self.tokens, rows) if rows else 0.0)
         begins, chunks = starts[~single].astype(np.float64), lengths[~single].astype(np.float64)
-        pairs = float((chunks * (begins + chunks / 2)).sum())
-        return taken + self.key * float(starts[single].sum(dtype=np.int64)) + self.pair * pairs
+        taken += self.key * float(starts[single].sum(dtype=np.int64))
+        return taken + self.pair * float(begins @ chunks) + self.own * float(chunks @ chunks) / 2
 
 
 def _at(curve: Curve, n: int) -> float:
