@@ -94,19 +94,20 @@ def _first_engine(
 ) -> tuple[dict[str, list[Found]], list[Salted], EngineConfig]:
     """Cold and from the device. The prompts besides, which the store has now, and the second engine's config."""
     salt = secrets.token_hex(8)  # and a number for each: nobody, on whatever store, has computed any of them before
-    cold, device = [], []
+    cold: list[Found] = []
+    device: list[Found] = []
     with opened(config) as engine:
         random = Prompts(engine, config.seed)
         run(engine, [random.one(asked.input_len)], [1])
         texts = random.some(asked.repeats, asked.input_len)
         prompts = [Salted(text, f"{salt} {at}") for at, text in enumerate(texts)]
         _must_fit(engine, texts)
-        for prompt in prompts:
-            settle(engine)
-            cold.append(_find(engine, prompt))
-            device.append(_find(engine, prompt))
-            bar.update(2)
         settle(engine)
+        for prompt in prompts:
+            for found in (cold, device):
+                found.append(_find(engine, prompt))
+                settle(engine)  # else the next one would be measured beside a backup
+                bar.update(1)
         return {"cold": cold, "device": device}, prompts, _little(engine, asked.input_len * 3 // 2)
 
 
