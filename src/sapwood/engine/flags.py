@@ -11,7 +11,7 @@ from sapwood.store.uri import nbytes
 
 _MOST = 2**31 - 1
 # What others have and we have not: refused by name, unless it says what is the case anyway.
-_NOT_HERE: Mapping[str, tuple[Any, str]] = {
+NOT_HERE: Mapping[str, tuple[Any, str]] = {
     "tensor_parallel_size": (1, "one GPU serves a model here"),
     "pipeline_parallel_size": (1, "one GPU serves a model here"),
     "data_parallel_size": (1, "start several servers, and a router before them"),
@@ -20,17 +20,19 @@ _NOT_HERE: Mapping[str, tuple[Any, str]] = {
     "quantization": (None, "quantised weights are not served yet"),
     "speculative_config": (None, "there is no speculative decoding yet"),
 }
-_ALIASES = {"block_size": "page_size"}
+ALIASES = {"block_size": "page_size"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What to serve, and with how much.
+    """What to serve, and with how much. The command line shows what is said of a field here as its help.
 
     model                   a folder, a .gguf file or a hub's id; None: the default model
     tokenizer               another one than the model's
     dtype, device           "auto": float32 on a CPU, the checkpoint's own on a GPU; a GPU if there is one
     seed                    of what is random: weights of load_format="dummy", samples without a seed of their own
+    load_format             "auto", or "dummy": seeded random weights, for which a config.json is enough
+    revision                of a model on the hub
     max_model_len           the longest context; None: the model's own
     max_num_seqs            requests that run at a time
     max_num_batched_tokens  tokens computed in one step; None: 2048 on a CPU, 8192 on a GPU
@@ -40,6 +42,14 @@ class EngineConfig:
     host_cache              bytes with a unit behind it in host memory; "0": none
     store                   the URI of a store behind that
     cache_policy            who comes in next: "fcfs" or "prefix"
+    enable_prefix_caching   what a prompt shares with an earlier one is not computed again
+    enable_lora             serve adapters
+    max_loras               adapters in one step
+    max_lora_rank           the highest rank of an adapter
+    gpu_memory_utilization  the share of a GPU's memory that weights, cache and steps may take
+    enforce_eager           no graphs of steps
+    skip_tokenizer_init     no tokenizer: prompts are token ids
+    progress                show bars where something takes long
     overlap                 1: the next step is planned while one runs
     """
 
@@ -95,12 +105,12 @@ def from_flags(model: str | None, flags: Mapping[str, Any]) -> EngineConfig:
     known = {field.name for field in fields(EngineConfig)}
     taken: dict[str, Any] = {"model": model}
     for name, value in flags.items():
-        if name in _NOT_HERE:
-            default, why = _NOT_HERE[name]
+        if name in NOT_HERE:
+            default, why = NOT_HERE[name]
             if value != default:
                 raise ValueError(f"{name} must be {default!r}: {why}, got {value!r:.60}")
             continue
-        name = _ALIASES.get(name, name)
+        name = ALIASES.get(name, name)
         if name not in known:
             raise ValueError(f"there is no flag {name!r:.60}; there are {', '.join(sorted(known))}")
         taken[name] = value

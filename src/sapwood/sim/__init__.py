@@ -8,6 +8,7 @@ from .content import ContentDouble, ContentError
 from .cost import CostModel, SimulatedExecutor
 from .executor import ContentExecutor
 from .layouts import LAYOUTS, Layout
+from .measured import MeasuredCost
 from .replay import Replay
 from .traffic import Traffic
 from .witness import Witness
@@ -19,6 +20,7 @@ __all__ = [
     "ContentExecutor",
     "CostModel",
     "Layout",
+    "MeasuredCost",
     "Replay",
     "SimulatedExecutor",
     "Traffic",

@@ -14,6 +14,7 @@ from typing import Any
 
 from .fuzz import fuzz
 from .layouts import LAYOUTS
+from .measured import MeasuredCost
 from .trace import Replayed, read_trace, replay_trace, unlimited_rate
 
 
@@ -30,6 +31,7 @@ def _replay(args: argparse.Namespace) -> int:
         if not sizes:
             raise ValueError("--store-pages needs --host-pages, through which pages come")
         asked = read_trace(args.trace, args.limit)
+        cost = None if args.cost is None else MeasuredCost.load(args.cost)
     except (OSError, ValueError) as error:
         said = f"{args.trace}: {error.strerror}" if isinstance(error, OSError) else error
         sys.stderr.write(f"python -m sapwood.sim replay: {said}\n")
@@ -57,6 +59,7 @@ def _replay(args: argparse.Namespace) -> int:
             args.max_num_batched_tokens,
             args.max_num_seqs,
             args.cache_policy,
+            model=cost,
             watch=watch,
             store_pages=store,
         )
@@ -164,6 +167,9 @@ def _add_replay(commands: Any) -> None:
     command.add_argument("--max-num-batched-tokens", type=_number(1), default=8192, metavar="N", help="a step (8192)")
     command.add_argument("--max-num-seqs", type=_number(1), default=256, metavar="N", help="live requests (256)")
     command.add_argument("--cache-policy", choices=["fcfs", "prefix"], default="fcfs", help="who comes in next (fcfs)")
+    command.add_argument(
+        "--cost", metavar="FILE", help="step times of a machine, by `sapwood bench calibrate --output-json FILE`"
+    )
     command.add_argument("--limit", type=_number(1), metavar="N", help="the first N requests only")
 
 

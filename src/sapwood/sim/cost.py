@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from sapwood.scheduler import StepDone
+
+
+class Cost(Protocol):
+    """What a step costs."""
+
+    @property
+    def kv_bytes(self) -> float:
+        """Of a token."""
+
+    def seconds(self, starts: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> float:
+        """How long a batch takes whose rows compute [start, start + length)."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +60,10 @@ class SimulatedExecutor:
     schedule.
     """
 
-    def __init__(self, model: CostModel | None = None, seed: int = 0, vocabulary: int = 32_000) -> None:
+    def __init__(self, model: Cost | None = None, seed: int = 0, vocabulary: int = 32_000) -> None:
         if vocabulary < 1:
             raise ValueError(f"vocabulary must be 1 or more, got {vocabulary}")
-        self.model = CostModel() if model is None else model
+        self.model: Cost = CostModel() if model is None else model
         self.vocabulary = vocabulary
         self.seconds = 0.0
         self.steps = 0

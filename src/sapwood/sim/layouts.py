@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from sapwood.cache import CacheGroup
 from sapwood.scheduler import SchedulerConfig
@@ -31,7 +32,7 @@ class Layout:
         requests come in than there is memory for, so that some must be retracted."""
         page = self.page
         crowded = rng.random() < 0.5
-        store = {}
+        store: dict[str, Any] = {}
         if self.store:
             store = {
                 "store": True,

@@ -31,7 +31,7 @@ from sapwood.scheduler import (
     SchedulerConfig,
 )
 
-from .cost import CostModel, SimulatedExecutor
+from .cost import Cost, CostModel, SimulatedExecutor
 
 BLOCK = 512  # tokens of one hash id
 _MOST_BLOCKS = (2**31 - 1) // BLOCK
@@ -206,7 +206,7 @@ class TraceReplay:
         self,
         asked: Sequence[Asked],
         config: SchedulerConfig,
-        model: CostModel,
+        model: Cost,
         watch: Callable[[int, float], None],
         store_pages: int = 0,
     ) -> None:
@@ -344,7 +344,7 @@ def replay_trace(
     max_batch_tokens: int = 8192,
     max_batch_size: int = 256,
     policy: str = "fcfs",
-    model: CostModel | None = None,
+    model: Cost | None = None,
     watch: Callable[[int, float], None] = lambda done, rate: None,
     store_pages: int = 0,
 ) -> Replayed:

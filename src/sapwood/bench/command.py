@@ -1,0 +1,65 @@
+"""`sapwood bench` on the command line: arguments, one bench, its table and its file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sapwood.engine.arguments import add_engine_arguments, engine_config, given_flags
+
+from . import cache, calibrate, latency, throughput
+from .tables import Report, as_json, as_text, differences, read_json
+
+BENCHES: dict[str, Any] = {
+    "latency": latency,
+    "throughput": throughput,
+    "cache": cache,
+    "calibrate": calibrate,
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    asked = _parser().parse_args(arguments)
+    try:
+        older = None if asked.compare is None else read_json(asked.compare, asked.bench)
+        if asked.output_json is not None and not Path(asked.output_json).absolute().parent.is_dir():
+            raise ValueError(f"--output-json: the folder of {asked.output_json} is not there")
+        report: Report = BENCHES[asked.bench].measure(asked, engine_config(asked))
+        report = report._replace(settings=_settings(asked))
+        if asked.output_json is not None:
+            Path(asked.output_json).write_text(json.dumps(as_json(report), indent=1) + "\n")
+    except (ValueError, OSError) as problem:
+        return _complain(asked.bench, problem, 2)
+    except RuntimeError as problem:
+        return _complain(asked.bench, problem, 1)
+    sys.stdout.write(as_text(report, None if older is None else older["figures"]))
+    if older is not None:
+        sys.stdout.writelines(f"{line}\n" for line in differences(report, older))
+    return 0
+
+
+def _complain(bench: str, problem: Exception, status: int) -> int:
+    sys.stderr.write(f"sapwood bench {bench}: {problem}\n")
+    return status
+
+
+def _settings(asked: argparse.Namespace) -> dict[str, Any]:
+    """What was asked for: flags of the engine that were given, and all numbers of the bench."""
+    own = {"bench", "output_json", "compare", *given_flags(asked)}
+    return {**given_flags(asked), **{name: value for name, value in vars(asked).items() if name not in own}}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="sapwood bench", description="Measure a model on this machine.")
+    benches = parser.add_subparsers(dest="bench", required=True, metavar="BENCH")
+    for name, bench in BENCHES.items():
+        one = benches.add_parser(name, help=bench.HELP, description=bench.HELP, allow_abbrev=False)
+        bench.add_arguments(one)
+        one.add_argument("--output-json", metavar="FILE", help="write the figures there, to compare another run with")
+        one.add_argument("--compare", metavar="FILE", help="show ratios to the figures of an older run beside")
+        add_engine_arguments(one)
+    return parser

@@ -1,0 +1,74 @@
+"""What a step costs on a machine that was measured: `sapwood bench calibrate` writes what is read here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Curve = tuple[tuple[int, float], ...]  # (how many, seconds), rising
+
+
+@dataclass(frozen=True)
+class MeasuredCost:
+    """A machine and a model, by what steps have taken.
+
+    tokens    seconds of a step with so many tokens in one row, without what its attention reads
+    rows      seconds of a step with so many rows of one token, without what their attention reads
+    key       seconds for each token that a row of one token reads
+    pair      seconds for each token before a longer row that each token of the row reads
+    own       seconds for each token of a longer row that each later one of the row reads
+    kv_bytes  of a token
+    """
+
+    tokens: Curve
+    rows: Curve
+    key: float
+    pair: float
+    own: float
+    kv_bytes: float
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "rows"):
+            curve = getattr(self, name)
+            if not curve or any(n < 1 or not seconds > 0 for n, seconds in curve) or list(curve) != sorted(curve):
+                raise ValueError(f"{name} must be pairs of a number and its seconds, rising, got {curve!r:.60}")
+        for name in ("key", "pair", "own", "kv_bytes"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)!r}")
+
+    @classmethod
+    def load(cls, path: str | Path) -> MeasuredCost:
+        """From the file that `sapwood bench calibrate --output-json` has written. ValueError if it is none."""
+        try:
+            cost = json.loads(Path(path).read_bytes())["cost"]
+            read: dict[str, Any] = {name: float(cost[name]) for name in ("key", "pair", "own", "kv_bytes")}
+            for name in ("tokens", "rows"):
+                read[name] = tuple((int(n), float(seconds)) for n, seconds in cost[name])
+            return cls(**read)
+        except (OSError, ValueError, KeyError, TypeError) as problem:
+            raise ValueError(f"{path} must be what `sapwood bench calibrate` has written ({problem})") from None
+
+    def seconds(self, starts: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> float:
+        """How long a batch takes whose rows compute [start, start + length). Rows of one token cost more than as many
+        tokens of one row, by as much as was measured, whoever runs beside them."""
+        tokens = int(lengths.sum())
+        if not tokens:
+            return 0.0
+        single = lengths == 1
+        rows = int(np.count_nonzero(single))
+        taken = _at(self.tokens, tokens) + (_at(self.rows, rows) - _at(self.tokens, rows) if rows else 0.0)
+        begins, chunks = starts[~single].astype(np.float64), lengths[~single].astype(np.float64)
+        taken += self.key * float(starts[single].sum(dtype=np.int64))
+        return taken + self.pair * float(begins @ chunks) + self.own * float(chunks @ chunks) / 2
+
+
+def _at(curve: Curve, n: int) -> float:
+    """Between two points on the line that joins them; beyond the last, as much more as there is more."""
+    counts, seconds = zip(*curve, strict=True)
+    more: float = max(1.0, n / counts[-1])
+    return more * float(np.interp(n, counts, seconds))
