@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,12 @@ def folder(tmp_path, request) -> Path:
     return tmp_path
 
 
+def config_for(folder: Path) -> EngineConfig:
+    return EngineConfig(
+        model=str(folder), load_format="dummy", device_cache="8MiB", max_num_seqs=2, max_model_len=300, progress=False
+    )
+
+
 def bench(folder: Path, what: str, options: str = "") -> dict[str, Any]:
     """What a bench has written."""
     file = folder / f"{what}.json"
@@ -40,10 +47,7 @@ def test_tokens_are_timed_one_by_one(folder):
 
     Mutation: `run` notes a time for every sample that `Engine.step` returns, also without a token.
     """
-    config = EngineConfig(
-        model=str(folder), load_format="dummy", device_cache="8MiB", max_num_seqs=2, max_model_len=300, progress=False
-    )
-    with opened(config) as engine:
+    with opened(config_for(folder)) as engine:
         prompts = Prompts(engine, 0)
         done = run(engine, prompts.some(3, 20), [5, 1, 7])
         assert [len(request.times) for request in done.requests] == [5, 1, 7]
@@ -53,6 +57,19 @@ def test_tokens_are_timed_one_by_one(folder):
         assert done.requests[2].times[0] > done.requests[0].times[0], "two at a time: the third waits"
         with pytest.raises(ValueError, match="must fit into the context, which is 300"):
             run(engine, [prompts.one(299)], [2])
+
+
+def test_ctrl_c_waits_for_the_end_of_a_step(folder, caplog):
+    """Pressed in the middle of a step, it comes out after it, and the engine closes without a complaint.
+
+    Mutation: `_interrupts` leaves the signal as it is.
+    """
+    with pytest.raises(KeyboardInterrupt), opened(config_for(folder)) as engine:
+        begin = engine.executor.begin
+        engine.executor.begin = lambda plan: (signal.raise_signal(signal.SIGINT), begin(plan))
+        run(engine, Prompts(engine, 0).some(2, 20), [50, 50])
+    assert not engine.samples and not caplog.records
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_latency(folder, capsys):

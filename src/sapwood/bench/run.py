@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import signal
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -85,21 +87,49 @@ def run(
     ]
     times: dict[str, list[float]] = {sample.id: [] for sample in samples}
     left = len(samples)
-    while left:
-        changed = engine.step()
-        now = time.perf_counter() - begin
-        for sample in changed:
-            if sample.finish_reason == "error":
-                raise RuntimeError(f"a request failed: {sample.error}")
-            if len(sample.token_ids) > len(times[sample.id]):
-                times[sample.id].append(now)
-            if sample.finish_reason is not None:
-                left -= 1
-                if bar is not None:
-                    bar.update(1)
-        engine.rest(1.0)
+    with _interrupts() as stop_if_asked:
+        while left:
+            changed = engine.step()
+            now = time.perf_counter() - begin
+            for sample in changed:
+                if sample.finish_reason == "error":
+                    raise RuntimeError(f"a request failed: {sample.error}")
+                if len(sample.token_ids) > len(times[sample.id]):
+                    times[sample.id].append(now)
+                if sample.finish_reason is not None:
+                    left -= 1
+                    if bar is not None:
+                        bar.update(1)
+            stop_if_asked()
+            engine.rest(1.0)
     seconds = time.perf_counter() - begin
     return Run(seconds, [Timed(times[sample.id], sample.cached) for sample in samples])
+
+
+@contextmanager
+def _interrupts() -> Iterator[Callable[[], None]]:
+    """Ctrl-C waits for the end of a step, where what this yields is called: a step that is torn apart cannot be
+    finished, and the engine would complain of it. Pressed again, it does not wait."""
+    pressed: list[int] = []
+
+    def press(number: int, _: object) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(number)
+
+    def stop_if_asked() -> None:
+        if pressed:
+            raise KeyboardInterrupt
+
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # others decide
+        yield stop_if_asked
+        return
+    signal.signal(signal.SIGINT, press)
+    try:
+        yield stop_if_asked
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _exactly(tokens: int, salt: str | None) -> SamplingParams:
