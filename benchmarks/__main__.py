@@ -8,7 +8,7 @@ import time
 
 from sapwood.cache import COMPILED
 
-from . import cache, peer, scheduler, store, tiers, transfer
+from . import cache, engine, peer, scheduler, store, tiers, transfer
 from .timing import LOOP_SECONDS, Figure, loop_seconds
 
 SUBJECTS = {
@@ -17,6 +17,7 @@ SUBJECTS = {
     "transfer": transfer.figures,
     "store": store.figures,
     "tiers": tiers.figures,
+    "engine": engine.figures,
 }
 
 

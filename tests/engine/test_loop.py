@@ -241,3 +241,35 @@ def test_an_assertion_comes_out(overlap):
     with pytest.raises(AssertionError, match="a wrong page"):
         for _ in range(3):
             loop.step()
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_ctrl_c_in_a_step_is_a_failed_step_for_whoever_goes_on(overlap):
+    """Interrupted while a plan begins: that comes out, and afterwards the loop goes on, or closes, as after any step
+    that failed.
+
+    Mutation: `EngineLoop._begin` leaves the flight as if it ran.
+    """
+    for goes_on in (True, False):
+        loop, halves = engine(overlap)
+        spec = RequestSpec("ann", toks(1, 40), 6)
+        submit(loop, halves, spec)
+        loop.step()
+        begin = halves.begin
+
+        def interrupted(plan, halves=halves, begin=begin):
+            halves.begin = begin
+            halves.bad_begin.add(plan.step)
+            try:
+                begin(plan)
+            except RuntimeError:
+                raise KeyboardInterrupt from None
+
+        halves.begin = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            loop.step()
+        if goes_on:
+            run(loop)
+            assert not loop.live
+        else:
+            assert [end.reason for end in loop.close()] == ["abort"]

@@ -94,7 +94,7 @@ class Blind(FoldedAttention):
                 n, keys = chunk.last - chunk.first, len(chunk.table) * k_pages.shape[1]
                 seen = torch.arange(keys, device=q.device) <= torch.arange(n, device=q.device)[:, None]
             chunks.append(Chunk(chunk.first, chunk.last, chunk.table, self._less(seen), chunk.keys))
-        return super().attend(q, k_pages, v_pages, Rows(rows.pages, rows.offsets, decodes, chunks), asked)
+        return super().attend(q, k_pages, v_pages, rows._replace(decodes=decodes, chunks=chunks), asked)
 
     def _less(self, seen: Any) -> Any:
         rank = seen.flip(-1).cumsum(-1).flip(-1)  # 1 for the last key seen

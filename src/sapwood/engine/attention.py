@@ -47,6 +47,7 @@ class Rows(NamedTuple):
 
     pages: Tensor  # [T] where K and V go; 0 for what is there already
     offsets: Tensor
+    fresh: Tensor  # those of the pages whose first token comes now
     decodes: list[Decodes]
     chunks: list[Chunk]
 
@@ -80,9 +81,11 @@ def rows_of(
     pages[positions < write_from[row]] = 0
     begins = np.cumsum(lengths) - lengths
     single = (lengths == 1).nonzero()[0]
+    offsets = positions % page
     return Rows(
         torch.from_numpy(pages).to(device),
-        torch.from_numpy(positions % page).to(device),
+        torch.from_numpy(offsets).to(device),
+        torch.from_numpy(pages[(offsets == 0) & (pages > 0)]).to(device),
         [
             _decodes(begins[some], ends[some], first[some], last[some], table[some], page, window, device)
             for some in _alike(single, (last - first)[single])

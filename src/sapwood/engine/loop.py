@@ -190,6 +190,9 @@ class EngineLoop:
             raise
         except Exception as error:
             flight.error = error
+        except BaseException as error:  # Ctrl-C: whoever goes on afterwards, if only to close, finds a failed step
+            flight.error = RuntimeError(f"interrupted ({type(error).__name__})")
+            raise
 
     def _finish(self, flight: _Flight) -> tuple[Done, list[Ended]]:
         """What became of a plan, told to the scheduler. If it failed, those begun behind it count as failed too."""

@@ -269,9 +269,8 @@ class ModelExecutor:
         """A page whose first token comes now shows nothing of whoever had it before: what is masked is multiplied by
         zero, and a stranger's NaN would stay one."""
         for name, rows in flat.attention.items():
-            fresh = rows.pages[(rows.offsets == 0) & (rows.pages > 0)]
-            if len(fresh):
-                self.arena.rows[name][fresh] = 0
+            if len(rows.fresh):
+                self.arena.rows[name].index_fill_(0, rows.fresh, 0)
 
 
 def out_of_memory(error: BaseException) -> bool:
