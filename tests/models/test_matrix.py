@@ -82,7 +82,7 @@ def test_p02_random_company(name, overlap):
     it and steps that fail: all say what transformers says; retractions, loads, failures and hits have happened, and
     every prompt token was either cached or computed.
 
-    Mutation: any of `test_parity`'s; `Request.computes` counts what was cached.
+    Mutation: any of those in test_parity.py; `Request.computes` counts what was cached.
     """
     rng = random.Random(f"{name}{overlap}")
     trunk = prompt(50, 40)

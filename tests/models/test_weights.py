@@ -35,7 +35,7 @@ def test_a_folder_is_loaded_whole_or_in_shards(tmp_path, kind, shards):
     """A model that was saved says the same when loaded, with tied embeddings (Gemma) and with experts that the model
     keeps fused and the file one by one; rotary frequencies, which are in no file, are there.
 
-    Mutation: `_weights_in` returns the first shard alone.
+    Mutation: `weights_in` returns the first shard alone.
     """
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
     options = {"llama": {}, "gemma3_text": {"tie_word_embeddings": True, "sliding_window": 16}, "qwen3_moe": experts}
@@ -256,7 +256,7 @@ def test_a_truncated_file(folder, left):
 def test_a_shard_that_is_broken_or_not_there(tmp_path):
     """Of many files the one that is wrong is named; an index cannot lead out of the folder.
 
-    Mutation: `_weights_in` does not look whether shards are there, or where they are.
+    Mutation: `weights_in` does not look whether shards are there, or where they are.
     """
     saved(tiny(), tmp_path, max_shard_size="20KB")
     shard = find_model(str(tmp_path), load_format="auto").weights[1]
