@@ -16,6 +16,7 @@ from sapwood.engine.model import Flat, ServedModel
 from sapwood.engine.transfer_torch import TorchArena
 
 from . import zoo
+from .test_adapters import adapter
 from .test_parity import DEVICE, PAGE, PROMPTS, Bed, right
 from .zoo import LATENT, answer, build, prompt, torch, transformers
 
@@ -194,19 +195,6 @@ def test_a_model_may_be_served_twice():
 # ---- adapters
 
 
-def adapter(folder: Any, model: Any, seed: int, rank: int) -> Any:
-    """On everything that attention has, `kv_b_proj` with it."""
-    targets = ["kv_b_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
-    options = peft.LoraConfig(init_lora_weights=False, target_modules=targets, r=rank, task_type="CAUSAL_LM")
-    tuned = peft.get_peft_model(copy.deepcopy(model), options)
-    torch.manual_seed(seed)
-    for name, weight in tuned.named_parameters():
-        if "lora_" in name:
-            torch.nn.init.normal_(weight, std=0.2)
-    tuned.save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning:peft", "ignore::RuntimeWarning:peft")
 def test_l01_adapters_on_the_expansion_are_heard(tmp_path):
     """Rows of two adapters and of the base in one batch, first as chunks and then as decodes, one adapter in two rows
@@ -217,7 +205,8 @@ def test_l01_adapters_on_the_expansion_are_heard(tmp_path):
     does not count as a call, and adapters there are refused.
     """
     model = build("deepseek-v3")
-    folders = [adapter(tmp_path / str(n), model, n, rank) for n, rank in ((1, 4), (2, 3))]
+    targets = ["kv_b_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
+    folders = [adapter(tmp_path / str(n), model, n, r=rank, target_modules=targets) for n, rank in ((1, 4), (2, 3))]
     owners = [folders[0], None, folders[1], folders[0]]
     rows = [prompt(80 + n, length) for n, length in enumerate((9, 6, 11, 5))]
     wanted = [_alone(model, folder, row) for folder, row in zip(owners, rows, strict=True)]
