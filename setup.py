@@ -1,8 +1,9 @@
 """How sapwood is built: as the Python it is; or, with SAPWOOD_COMPILE=1, with the inner rooms of cache and scheduler
 compiled.
 
-mypyc turns them, unchanged, into an extension, with which the cache costs a sixth to a third less; it needs a C compiler. What
-callers speak to directly stays Python: it answers a wrong type with a clear error, and mypyc with a bare TypeError.
+mypyc turns them, unchanged, into an extension, with which the cache costs a sixth to a third less; it needs a C
+compiler. What callers speak to directly stays Python: it answers a wrong type with a clear error, and mypyc with a bare
+TypeError.
 """
 
 import os
