@@ -11,25 +11,26 @@ from typing import Any
 
 from sapwood.engine.arguments import add_engine_arguments, engine_config, given_flags
 
-from . import cache, calibrate, latency, throughput
+from . import cache, calibrate, latency, serve, throughput
 from .tables import Report, as_json, as_text, differences, read_json
 
-BENCHES: dict[str, Any] = {
+BENCHES: dict[str, Any] = {  # each with an engine of its own
     "latency": latency,
     "throughput": throughput,
     "cache": cache,
     "calibrate": calibrate,
 }
+SERVER_BENCHES: dict[str, Any] = {"serve": serve}  # with a server that runs already
+_NOT_WRITTEN = {"bench", "output_json", "compare", "api_key", "header", "progress"}
 
 
 def main(arguments: Sequence[str]) -> int:
-    asked = _parser().parse_args(arguments)
+    asked = parser().parse_args(arguments)
     try:
         older = None if asked.compare is None else read_json(asked.compare, asked.bench)
         if asked.output_json is not None and not Path(asked.output_json).absolute().parent.is_dir():
             raise ValueError(f"--output-json: the folder of {asked.output_json} is not there")
-        report: Report = BENCHES[asked.bench].measure(asked, engine_config(asked))
-        report = report._replace(settings=_settings(asked))
+        report = _measure(asked)._replace(settings=_settings(asked))
         if asked.output_json is not None:
             Path(asked.output_json).write_text(json.dumps(as_json(report), indent=1) + "\n")
     except (ValueError, OSError) as problem:
@@ -42,24 +43,34 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _measure(asked: argparse.Namespace) -> Report:
+    found: Report
+    if asked.bench in SERVER_BENCHES:
+        found = SERVER_BENCHES[asked.bench].measure(asked)
+    else:
+        found = BENCHES[asked.bench].measure(asked, engine_config(asked))
+    return found
+
+
 def _complain(bench: str, problem: Exception, status: int) -> int:
     sys.stderr.write(f"sapwood bench {bench}: {problem}\n")
     return status
 
 
 def _settings(asked: argparse.Namespace) -> dict[str, Any]:
-    """What was asked for: flags of the engine that were given, and all numbers of the bench."""
-    own = {"bench", "output_json", "compare", *given_flags(asked)}
-    return {**given_flags(asked), **{name: value for name, value in vars(asked).items() if name not in own}}
+    """What was asked for: flags of the engine that were given, and all numbers of the bench; no secrets."""
+    named = {**given_flags(asked), **vars(asked)}
+    return {name: value for name, value in named.items() if name not in _NOT_WRITTEN}
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="sapwood bench", description="Measure a model on this machine.")
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="sapwood bench", description="Measure a model on this machine, or a server.")
     benches = parser.add_subparsers(dest="bench", required=True, metavar="BENCH")
-    for name, bench in BENCHES.items():
+    for name, bench in {**BENCHES, **SERVER_BENCHES}.items():
         one = benches.add_parser(name, help=bench.HELP, description=bench.HELP, allow_abbrev=False)
         bench.add_arguments(one)
         one.add_argument("--output-json", metavar="FILE", help="write the figures there, to compare another run with")
         one.add_argument("--compare", metavar="FILE", help="show ratios to the figures of an older run beside")
-        add_engine_arguments(one)
+        if name in BENCHES:
+            add_engine_arguments(one)
     return parser

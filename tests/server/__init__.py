@@ -1,0 +1,1 @@
+"""The server and what talks to it."""
