@@ -6,37 +6,60 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 
 from . import __version__
 
-# By name: the module whose `main` gets the arguments behind it, and what the command does.
+# By name: the module whose `main` gets the arguments behind it, and what the command does. Its `parser` tells shells
+# what there is to complete.
 COMMANDS = {
-    "bench": ("sapwood.bench.command", "measure a model on this machine: latency, throughput, cache, step times"),
+    "serve": ("sapwood.server.serve", "serve a model over HTTP, as OpenAI's API"),
+    "chat": ("sapwood.server.chat_command", "talk to a running server in the terminal"),
+    "bench": ("sapwood.bench.command", "measure a model on this machine, or a server: latency, throughput, cache"),
+    "completion": ("sapwood.server.completion", "print what makes a shell complete these commands"),
 }
 _INTERRUPTED = 130  # what a shell expects of a program that Ctrl-C has ended
+_OF_THE_ENGINE = {"accelerate", "jinja2", "safetensors", "tokenizers", "torch", "tqdm", "transformers"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The status to exit with: 0, 1 if something failed, 2 if something asked for was wrong."""
-    parser = argparse.ArgumentParser(
-        prog="sapwood",
-        description="An LLM serving engine grown around one prefix tree.",
-        epilog="\n".join(["commands:", *(f"  {name:9} {what}" for name, (_, what) in COMMANDS.items())]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"sapwood {__version__}")
-    parser.add_argument("command", choices=COMMANDS, help="one of those below; `sapwood COMMAND --help` says more")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    asked = parser.parse_args(arguments)
+    asked = parser().parse_args(arguments)
     command = import_module(COMMANDS[asked.command][0])
     try:
+        if asked.command == "completion":
+            return int(command.main(asked.arguments, parsers()))
         return int(command.main(asked.arguments))
     except KeyboardInterrupt:
         sys.stderr.write("\nsapwood: interrupted\n")
         return _INTERRUPTED
     except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] == "sapwood":
+        package = (error.name or "").split(".")[0]
+        if package == "sapwood":
             raise
-        sys.stderr.write(f"sapwood {asked.command}: needs {error.name}: pip install 'sapwood[engine]'\n")
+        extra = "engine" if package in _OF_THE_ENGINE else "server"
+        sys.stderr.write(f"sapwood {asked.command}: needs {error.name}: pip install 'sapwood[{extra}]'\n")
         return 1
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sapwood",
+        description="An LLM serving engine grown around one prefix tree.",
+        epilog="\n".join(["commands:", *(f"  {name:11} {what}" for name, (_, what) in COMMANDS.items())]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"sapwood {__version__}")
+    parser.add_argument("command", choices=COMMANDS, help="one of those below; `sapwood COMMAND --help` says more")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    """That of every command, and of `sapwood` itself under "". A command whose packages are missing is left out."""
+    found = {"": parser()}
+    for name, (module, _) in COMMANDS.items():
+        with suppress(ModuleNotFoundError):
+            found[name] = import_module(module).parser()
+    return found

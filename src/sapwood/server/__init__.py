@@ -1,0 +1,1 @@
+"""The server: two processes, one speaks HTTP and one runs the model. Importing this package imports nothing heavy."""

@@ -1,0 +1,111 @@
+"""`sapwood completion`: shells complete commands and options, from what the parsers have."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from sapwood import cli
+from sapwood.engine.arguments import add_engine_arguments
+from sapwood.server import completion
+
+
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    """Those of all commands; a serve with the engine's options if there is none yet."""
+    serve = argparse.ArgumentParser()
+    serve.add_argument("--served-model-name", help='it\'s 100%% "free" $HOME `x`')
+    serve.add_argument("--uvicorn-log-level", choices=["debug", "info"])
+    add_engine_arguments(serve)
+    return {"serve": serve, **cli.parsers()}
+
+
+def offers(line: str) -> list[str]:
+    """What bash offers behind a line."""
+    words = line.split(" ")
+    asked = " ".join(f"'{word}'" for word in words)
+    script = completion.bash(completion.tree_of(parsers()))
+    code = (
+        f"{script}\nCOMP_WORDS=({asked})\nCOMP_CWORD={len(words) - 1}\n_sapwood\nprintf '%s\\n' \"${{COMPREPLY[@]}}\""
+    )
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
+    assert not done.stderr
+    return done.stdout.split()
+
+
+def test_bash_takes_the_script():
+    """It is valid, and it tells bash about `sapwood`.
+
+    Mutation: `_quoted` leaves quotes as they are; the `complete` line is missing.
+    """
+    script = completion.bash(completion.tree_of(parsers()))
+    done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    done = subprocess.run(["bash", "-c", f"{script}\ncomplete -p sapwood"], capture_output=True, text=True, check=True)
+    assert done.stdout == "complete -o default -F _sapwood sapwood\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("sapwood ser", ["serve"]),
+        ("sapwood ", ["-h", "--help", "--version", *cli.COMMANDS]),
+        ("sapwood serve --max-mo", ["--max-model-len"]),
+        ("sapwood chat --sy", ["--system"]),
+        ("sapwood bench la", ["latency"]),
+        ("sapwood bench serve --random-in", ["--random-input-len"]),
+        ("sapwood bench latency --batch", ["--batch-size"]),
+        ("sapwood bench serve --dataset-name sh", ["shared-prefix"]),
+        ("sapwood bench serve --base-url ", []),
+        ("sapwood completion f", ["fish"]),
+        ("sapwood chat --model serve --tem", ["--temperature"]),
+        ("sapwood nonsense --max-mo", []),
+    ],
+)
+def test_bash_completes(line, offered):
+    """Commands, options of the command that the words before are in, and values to choose from; where anything may
+    come, bash has its own way.
+
+    Mutation: `_add` does not go into subcommands; `_options` has no values.
+    """
+    assert offers(line) == offered
+
+
+def test_options_that_are_hidden_are_not_offered():
+    """Those that a command refuses by name.
+
+    Mutation: `_add` does not look for SUPPRESS.
+    """
+    assert "--tensor-parallel-size" not in offers("sapwood bench latency --t")
+    assert offers("sapwood bench latency --tok") == ["--tokenizer"]
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells(shell, capsys):
+    """Every option of every command is in the script, and the shell reads it, where there is one.
+
+    Mutation: `_fish_line` does not quote what help says; `zsh` leaves options out.
+    """
+    tree = completion.tree_of(parsers())
+    script = completion.SHELLS[shell](tree)
+    for words in tree.values():
+        for word in words:
+            assert word.name.lstrip("-") in script
+    if shutil.which(shell):
+        done = subprocess.run([shell, "-n", "/dev/stdin"], input=script, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+    assert cli.main(["completion", shell]) == 0
+    assert "sapwood" in capsys.readouterr().out
+
+
+def test_what_it_completes_needs_no_torch():
+    """A script is made without the packages that a model needs.
+
+    Mutation: the `parser` of a command imports the engine.
+    """
+    code = "import sys; from sapwood.cli import parsers; parsers(); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
