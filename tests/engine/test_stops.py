@@ -8,6 +8,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from sapwood.engine.detokenize import Detokenizer
 from sapwood.engine.params import SamplingParams
 from sapwood.engine.stops import TextStream, bad_word_tokens
 
@@ -51,7 +52,7 @@ each_tokenizer = pytest.mark.parametrize("kind", TOKENIZERS)
 
 
 def stream(tokenizer=BYTES, tail=(), **asked) -> TextStream:
-    return TextStream(tokenizer, SamplingParams(max_tokens=None, **asked), tail)
+    return TextStream(Detokenizer(tokenizer), SamplingParams(max_tokens=None, **asked), tail)
 
 
 def single_bytes(text: str) -> list[int]:
@@ -74,7 +75,7 @@ def pushed(text: TextStream, tokens: list[int]) -> list[str]:
 def test_characters_cut_into_bytes():
     """A character comes when its last byte does; what is left half at the end is shown as such.
 
-    Mutation: `_HALF` is not stripped; `finish` forgets the window.
+    Mutation: `_Bytes.push` decodes each token by itself; `finish` forgets the rest.
     """
     text = stream()
     assert pushed(text, single_bytes("é👍x")) == ["", "é", "", "", "", "👍", "x"]
@@ -89,7 +90,7 @@ def test_a_real_text(wrap):
     """Whatever the text, the pieces together are what the tokenizer makes of all tokens at once; with one of
     transformers' too.
 
-    Mutation: `_begin_window` drops the context, or sets `_sent` to 0.
+    Mutation: `_BYTES` has two bytes exchanged; the table of `_ByteTable` skips added tokens.
     """
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=BYTES) if wrap else BYTES
     for text in TEXTS:
@@ -141,8 +142,9 @@ def test_any_tokens_and_any_stops(kind):
     """Random tokens, random stop strings, with and without the string itself in the text, `min_tokens`: the text is cut
     where the first stop string is complete, nothing beyond is told, and the tokens are those that were needed.
 
-    Mutation: `take` falls back to 0 instead of to a border; `kept` is that of the last stop alone; `_find` prefers the
-    first in the list; the text is held back with `include_stop_str_in_output` too, or not at all without it.
+    Mutation: `_tail` is a character shorter; `find` prefers the first in the list, or begins behind `_tail`; `begun`
+    asks for the shortest; the text is held back with `include_stop_str_in_output` too, or not at all without it;
+    `_Window` begins anew without context, or with `_sent` 0.
     """
     tokenizer = TOKENIZERS[kind]
     rng = random.Random(kind)
@@ -207,7 +209,7 @@ def test_what_is_held_comes_at_the_end():
 def test_a_stop_at_the_very_beginning(include, expected):
     """The first token may be all there is to it.
 
-    Mutation: `_find` looks from the second character on.
+    Mutation: `find` looks from the second character on.
     """
     text = stream(stop=["stop"], include_stop_str_in_output=include)
     told = pushed(text, BYTES.encode("stop now").ids)
@@ -219,7 +221,7 @@ def test_a_stop_at_the_very_beginning(include, expected):
 def test_stops_of_unicode_and_overlaps():
     """Stop strings of characters that are cut, and ones that overlap: the first complete wins.
 
-    Mutation: `borders` are all 0.
+    Mutation: `find` takes the string that begins first.
     """
     for text, stops, stopped, before in [
         ("aab👍👎x", ["👍👎"], "👍👎", "aab"),
@@ -260,7 +262,7 @@ def test_special_tokens_and_the_token_that_ends():
 def test_no_stop_before_min_tokens():
     """A stop string that is complete within the first `min_tokens` tokens is text like any other.
 
-    Mutation: `counts` is always True.
+    Mutation: `_least` is not looked at.
     """
     text = stream(stop="a", min_tokens=2)
     assert pushed(text, single_bytes("aaba")) == ["a", "a", "b", ""]
@@ -270,7 +272,7 @@ def test_no_stop_before_min_tokens():
 def test_without_text():
     """With `detokenize=False` tokens are only counted, and no tokenizer is needed.
 
-    Mutation: `_decode` is looked up all the same.
+    Mutation: `_decoding` is made all the same.
     """
     text = TextStream(None, SamplingParams(detokenize=False), [1, 2])
     assert pushed(text, [5, 6]) == ["", ""] and text.finish(stop_token=7) == "" and text.tokens == 3
@@ -290,7 +292,7 @@ def test_nonsense_without_end_costs_no_more_and_more(kind):
         longest = 0
         for _ in range(1000):
             text.push(token)
-            longest = max(longest, len(text._window))
+            longest = max(longest, len(getattr(text._decoding, "_window", ())))
         text.finish()
         assert text.text == told and longest < 200
 

@@ -278,7 +278,7 @@ def test_grammars_hold_through_company_and_failing_steps(folder, overlap, monkey
     """Rows with a grammar go on as it allows, beside rows without; also where every third step fails, and where the
     last token is not known yet when the next plan begins.
 
-    Mutation: `Engine._masks` never rolls back; it takes an older token for the newest.
+    Mutation: `Requests.masks` never rolls back; it takes an older token for the newest.
     """
     drawn = itertools.count(1)
     draw = steps.ModelExecutor._run

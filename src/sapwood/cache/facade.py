@@ -26,6 +26,7 @@ from .lease import Binding, Lease, Match, PageCopy, Span
 from .load import Landed, Loads
 from .match import Matcher
 from .namespace import Namespace
+from .outline import outline
 from .pool import OWNERS, Ids, PagePool
 from .publish import Publisher
 from .readers import count_all
@@ -594,6 +595,11 @@ class HybridPrefixCache:
         """Why this prompt would hit no more than it does. Changes nothing."""
         space, raw = self._space(namespace), token_bytes(tokens)
         return explaining.explain(self._tree, self._matcher, self.enabled, space, raw, admin)
+
+    def outline(self, most: int) -> dict[str, Any]:
+        """The tree for an administrator: up to `most` nodes with their tokens, pages and parents. Tokens of everybody
+        are in it."""
+        return outline(self._tree, whole_number("most", most, 1, 1 << 20))
 
     def stats(self) -> dict[str, Any]:
         """Everything a dashboard draws: pages by group, tier and owner; hits, reasons, evictions, transfers.

@@ -47,7 +47,7 @@ class Rows(NamedTuple):
 
     pages: Tensor  # [T] where K and V go; 0 for what is there already
     offsets: Tensor
-    fresh: Tensor  # those of the pages whose first token comes now
+    fresh: Tensor  # those of the pages whose first token comes now, and whose last one does not
     decodes: list[Decodes]
     chunks: list[Chunk]
 
@@ -85,7 +85,7 @@ def rows_of(
     return Rows(
         torch.from_numpy(pages).to(device),
         torch.from_numpy(offsets).to(device),
-        torch.from_numpy(pages[(offsets == 0) & (pages > 0)]).to(device),
+        torch.from_numpy(pages[(offsets == 0) & (pages > 0) & (positions + page > ends[row])]).to(device),
         [
             _decodes(begins[some], ends[some], first[some], last[some], table[some], page, window, device)
             for some in _alike(single, (last - first)[single])
@@ -104,7 +104,7 @@ def _alike(rows: Ints, columns: Ints) -> list[Ints]:
     parts, begin = [], 0
     for at in range(1, len(order) + 1):
         if at == len(order) or wide[at] > 2 * wide[begin] + 2:
-            parts.append(order[begin:at])
+            parts.append(np.sort(order[begin:at]))  # all rows in one part are the batch as it is
             begin = at
     return parts
 
@@ -185,10 +185,14 @@ class FoldedAttention:
         out = q.new_empty(len(q), q.shape[1], v_pages.shape[3])
         for tokens, table, mask in rows.decodes:
             k, v = _gathered(k_pages, table).transpose(1, 2), _gathered(v_pages, table).transpose(1, 2)
-            folded = q[tokens].view(len(tokens), heads, group, -1)
+            whole = len(tokens) == len(q)
+            folded = (q if whole else q[tokens]).reshape(len(tokens), heads, group, -1)
             column = None if sinks is None else sinks.squeeze(-1)
             answer = _attend(folded, k, v, mask[:, None, None, :], asked, column)
-            out[tokens] = answer.reshape(len(tokens), heads * group, -1)
+            answer = answer.reshape(len(tokens), heads * group, -1)
+            if whole:
+                return answer
+            out[tokens] = answer
         for first, last, table, seen, keys in rows.chunks:
             k = _gathered(k_pages, table)[:keys].transpose(0, 1)[:, None].expand(-1, group, -1, -1)
             v = _gathered(v_pages, table)[:keys].transpose(0, 1)[:, None].expand(-1, group, -1, -1)

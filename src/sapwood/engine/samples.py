@@ -53,12 +53,14 @@ class Sample:
     miss: Explanation
     grammar: Grammar | None = None
     fed: int = 0  # tokens that the grammar has been told
-    seated: bool = False  # it has had memory, and something was computed for it
+    seated: float = 0.0  # when it first had memory and something was computed for it; 0: not yet
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
     cumulative: float = 0.0
-    cached: int = 0
+    cached: int = 0  # tokens of the prompt that were not computed; known with the first token
+    loaded: int = 0  # of these: from host memory or a store
+    fetched: int = 0  # of these: from a store
     new_text: str = ""  # what the last token has made final
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -99,7 +101,7 @@ class Sample:
         self.prompt_logprobs[position] = _named(likely, token, self.params.prompt_logprobs or 0, tokenizer)
 
     def ends(self, end: Ended, model_eos: tuple[int, ...]) -> None:
-        self.cached = end.cached
+        self.cached, self.loaded, self.fetched = end.cached, end.loaded, end.fetched
         last = self.token_ids[-1] if self.token_ids else None
         if self.stream is not None and self.stream.stopped is not None:
             self.finish_reason, self.stop_reason = "stop", self.stream.stopped

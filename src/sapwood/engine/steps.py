@@ -270,7 +270,9 @@ class ModelExecutor:
         zero, and a stranger's NaN would stay one."""
         for name, rows in flat.attention.items():
             if len(rows.fresh):
-                self.arena.rows[name].index_fill_(0, rows.fresh, 0)
+                whole = self.arena.rows[name]
+                words = whole.view(torch.int64) if whole.shape[1] % 8 == 0 else whole  # bytes take four times as long
+                words.index_fill_(0, rows.fresh, 0)
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -1,8 +1,7 @@
-"""Text from tokens, as they come, and the strings that end it. No torch here: the API process makes the text.
+"""The text of a sample, and the strings that end it. No torch here: the API process of a server looks for them.
 
-tokens --> decoded in a window --> text that is whole ----> held back while it may ----> final text
-           that begins where       (no half characters)     become a stop string
-           text was last whole
+tokens --> text that is whole --> held back while it may --> final text
+           (detokenize.py)        become a stop string
 """
 
 from __future__ import annotations
@@ -10,35 +9,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from .detokenize import Detokenizer
 from .params import MOST_BAD_WORD_TOKENS, SamplingParams
-
-_HALF = "\ufffd"  # what tokenizers make of the bytes of a character that is not there yet
-_LONGEST = 64  # tokens without a whole end after which their text is taken as it is, so that windows stay small
-TAIL = 6  # tokens of a prompt that are enough for the spaces around the first token generated
 
 
 class TextStream:
-    """The text of one sample. `tokenizer`: a `tokenizers.Tokenizer`, or what transformers wraps around one.
-    `prompt_tail`: the last tokens of the prompt, in whose company the first token is decoded."""
+    """`prompt_tail`: the last tokens of the prompt, in whose company the first token is decoded."""
 
-    __slots__ = (
-        *("_decode", "_held", "_includes", "_least", "_pieces", "_read", "_sent", "_skips", "_stops", "_window"),
-        *("stopped", "tokens"),
-    )
+    __slots__ = ("_decoding", "_held", "_includes", "_least", "_pieces", "_stops", "stopped", "tokens")
 
-    def __init__(self, tokenizer: Any, params: SamplingParams, prompt_tail: Sequence[int]) -> None:
+    def __init__(self, detokenizer: Detokenizer, params: SamplingParams, prompt_tail: Sequence[int]) -> None:
         self.stopped: str | None = None  # the stop string that was found
         self.tokens = 0  # of this text: those after a stop string are not counted
-        self._decode = getattr(tokenizer, "backend_tokenizer", tokenizer).decode if params.detokenize else None
-        self._skips = params.skip_special_tokens
+        self._decoding = (
+            detokenizer.stream(prompt_tail, params.skip_special_tokens) if params.detokenize else None
+        )
         self._includes = params.include_stop_str_in_output
         self._least = params.min_tokens
-        self._stops = [_Stop(string) for string in params.stops]
+        self._stops = _Stops(params.stops) if params.stops else None
         self._pieces: list[str] = []
         self._held = ""
-        self._window = [int(token) for token in prompt_tail[-TAIL:]]
-        self._read = self._sent = 0
-        self._sent = len(self._begin_window(0).rstrip(_HALF))
 
     @property
     def text(self) -> str:
@@ -50,17 +40,9 @@ class TextStream:
         if self.stopped is not None:
             return ""
         self.tokens += 1
-        if self._decode is None:
+        if self._decoding is None:
             return ""
-        self._window.append(token)
-        full = self._decode(self._window, skip_special_tokens=self._skips)
-        long = len(self._window) - self._read >= _LONGEST
-        whole = full if long else full.rstrip(_HALF)
-        new = whole[self._sent :]
-        if long or (new and len(whole) == len(full)):
-            self._begin_window(self._read)
-        else:
-            self._sent = max(self._sent, len(whole))
+        new = self._decoding.push(token)
         return self._take(new) if new else ""
 
     def finish(self, stop_token: int | None = None) -> str:
@@ -72,72 +54,66 @@ class TextStream:
                 new = self.push(stop_token)
             else:
                 self.tokens += 1
-        if self.stopped is not None or self._decode is None:
+        if self.stopped is not None or self._decoding is None:
             return new
-        new += self._take(self._decode(self._window, skip_special_tokens=self._skips)[self._sent :])
+        new += self._take(self._decoding.finish())
         rest, self._held = self._held, ""
         self._pieces.append(rest)
-        self._window, self._read, self._sent = [], 0, 0
         return new + rest
-
-    def _begin_window(self, at: int) -> str:
-        """The next window begins with the tokens from `at` on, whose text is out already: what a token becomes may
-        depend on the one before it (spaces), not on earlier ones. Returns their text."""
-        del self._window[:at]
-        self._read = len(self._window)
-        known: str = self._decode(self._window, skip_special_tokens=self._skips) if self._decode else ""
-        self._sent = len(known)
-        return known
 
     def _take(self, new: str) -> str:
         """What of the text held back and this new text is final."""
-        if self._stops and self._find(new):
-            final = self._held
-            self._held = ""
+        if self._stops is None:
+            self._pieces.append(new)
+            return new
+        text = self._held + new
+        found = self._stops.find(new)
+        if found is not None and self.tokens > self._least:
+            self.stopped, behind = found
+            end = len(text) - behind
+            final, self._held = text[: end if self._includes else end - len(self.stopped)], ""
         else:
-            held = self._held + new
-            kept = 0 if self._includes else max((stop.matched for stop in self._stops), default=0)
-            final, self._held = held[: len(held) - kept], held[len(held) - kept :]
+            kept = 0 if self._includes else self._stops.begun()
+            final, self._held = text[: len(text) - kept], text[len(text) - kept :]
         self._pieces.append(final)
         return final
 
-    def _find(self, new: str) -> bool:
-        """Look for the stop string that is complete first, however the text is cut into tokens; of those that end
-        together, the longest. If there is one, `_held` is what is left to tell."""
-        counts = self.tokens > self._least
-        for i, char in enumerate(new):
-            found = [stop.string for stop in self._stops if stop.take(char)]
-            if found and counts:
-                self.stopped = max(found, key=len)
-                text = self._held + new[: i + 1]
-                self._held = text if self._includes else text[: len(text) - len(self.stopped)]
-                return True
-        return False
 
+class _Stops:
+    """Stop strings, and the end of the text so far, as much of it as one of them could begin in."""
 
-class _Stop:
-    """A stop string, and how much of it the text ends with (as Knuth, Morris and Pratt have it)."""
+    __slots__ = ("_begins", "_chars", "_longest", "_strings", "_tail")
 
-    __slots__ = ("borders", "matched", "string")
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._strings = strings
+        self._longest = max(map(len, strings)) - 1
+        self._begins = {string[:end] for string in strings for end in range(1, len(string))}
+        self._chars = {char for string in strings for char in string[:-1]}
+        self._tail = ""
 
-    def __init__(self, string: str) -> None:
-        self.string = string
-        self.borders = [0]  # after i + 1 characters: how many of the last ones are its first ones too
-        self.matched = 0
-        for char in string[1:]:
-            self.take(char)
-            self.borders.append(self.matched)
-        self.matched = 0
+    def find(self, new: str) -> tuple[str, int] | None:
+        """The stop string that is complete first in a text that goes on with `new`, however that is cut; of those that
+        end together, the longest. And how many characters are behind it."""
+        tail = self._tail
+        window = tail + new
+        self._tail = window[-self._longest :] if self._longest else ""
+        first = len(tail) + 1  # a string ends in `new`
+        found: tuple[int, int, str] | None = None
+        for string in self._strings:
+            at = window.find(string, max(0, first - len(string)))
+            if at >= 0 and (found is None or (at + len(string), -len(string)) < found[:2]):
+                found = at + len(string), -len(string), string
+        return None if found is None else (found[2], len(window) - found[0])
 
-    def take(self, char: str) -> bool:
-        """One more character; True if it completes the string."""
-        matched = self.matched
-        while matched and self.string[matched] != char:
-            matched = self.borders[matched - 1]
-        matched += self.string[matched] == char
-        complete = matched == len(self.string)
-        self.matched = self.borders[matched - 1] if complete else matched
-        return complete
+    def begun(self) -> int:
+        """How many characters at the end of the text may become a stop string."""
+        tail = self._tail
+        if tail[-1:] not in self._chars:
+            return 0
+        for at in range(len(tail)):
+            if tail[at] in self._chars and tail[at:] in self._begins:
+                return len(tail) - at
+        return 0
 
 
 def bad_word_tokens(tokenizer: Any, params: SamplingParams) -> tuple[tuple[int, ...], ...]:

@@ -112,6 +112,8 @@ class Book:
             self.prefetch.claims.drop(request)
         if lease.waits:
             request.happens("admission to load")
+            near = match.path.device_closed(match.boundary) * self.cache.page_size
+            request.loaded = max(0, lease.start - near)
             self.transfers.load(operation)
             self.loading.add(request)
         else:
@@ -131,6 +133,7 @@ class Book:
         for lease in landed.failed:
             request = self.owners[lease]
             request.host = False
+            request.loaded = request.fetched = 0
             self.retract(request)
 
     def join(self, request: Request, token: int) -> None:
@@ -225,7 +228,8 @@ class Book:
         del self.requests[request.id]
         self.counts["ended"] += 1
         told = request.prompt, request.cached, request.computed, request.recomputed, generated
-        self.ended.append(_new(Ended, (request.id, reason, *told, detail)))
+        loaded = min(request.loaded, request.cached)
+        self.ended.append(_new(Ended, (request.id, reason, *told, detail, loaded, min(request.fetched, loaded))))
 
     def vacate(self, request: Request) -> None:
         """Nothing reads its row any more."""

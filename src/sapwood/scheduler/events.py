@@ -106,7 +106,8 @@ Event = (
 
 class Ended(NamedTuple):
     """A request is over. Of its `prompt` tokens `cached` were never computed for it and `computed` were (together they
-    are the prompt, once it has yielded a token); what had to be computed again is in `recomputed`."""
+    are the prompt, once it has yielded a token); what had to be computed again is in `recomputed`. Of the `cached` ones
+    `loaded` were brought to the device for it, and of these `fetched` from the store."""
 
     id: str
     reason: Reason
@@ -116,3 +117,5 @@ class Ended(NamedTuple):
     recomputed: int
     generated: int
     detail: str = ""
+    loaded: int = 0
+    fetched: int = 0

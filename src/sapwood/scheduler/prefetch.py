@@ -217,6 +217,7 @@ class Prefetch:
         landed = self.cache.fetch_done(event.op, event.ok and wanted, event.pages)
         reached = search.first + event.pages if landed else 0
         for request in sorted(waiting, key=attrgetter("key")) if reached else ():
+            request.fetched = event.pages * self.cache.page_size
             self.claims.make(request, reached)
         self._over(search, reached)
 

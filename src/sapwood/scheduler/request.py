@@ -87,11 +87,13 @@ class Request:
         "ends",
         "eos",
         "failed_at",
+        "fetched",
         "final",
         "host",
         "id",
         "key",
         "lead",
+        "loaded",
         "lease",
         "max_tokens",
         "min_tokens",
@@ -153,6 +155,8 @@ class Request:
         self.cached = 0
         self.computed = 0
         self.recomputed = 0
+        self.loaded = 0  # of `cached`: tokens whose pages host had, and the device had not
+        self.fetched = 0  # of `loaded`: those that a store had and host had not
         self.reached = 0  # the furthest position it has been at: what is computed below counts as again
         self.settled = (0, 0)  # `cached` and `reached` as of its last step that was done
         self.tries = 0  # steps that failed with this row alone in them, since it last got further than ever

@@ -148,6 +148,15 @@ class Scheduler:
         under it. Returns whether there was any."""
         return self.cache.evict_namespace(namespace)
 
+    def brought(self, id: str) -> tuple[int, int]:
+        """Of the prompt tokens that a request did not compute: how many were loaded from host memory for it, and how
+        many of these came from the store. What `Ended` says of it in the end."""
+        request = self._book.requests.get(id)
+        if request is None:
+            return 0, 0
+        loaded = min(request.loaded, request.cached)
+        return loaded, min(request.fetched, loaded)
+
     def flush(self) -> None:
         """Forget everything that is cached."""
         self.cache.flush()
