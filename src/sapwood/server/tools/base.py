@@ -1,0 +1,217 @@
+"""What the parsers of all formats have in common: content, calls one after the other, and arrays of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+from ..marks import half_mark
+from .call_object import CallObject
+from .deltas import MOST_CALLS, CallArguments, CallBegins, Content, Delta
+from .json_text import SPACES, JsonText
+
+
+class BaseParser:
+    """Moves through a text with one method for each place in it, `_state`, which takes the text from an index on and
+    returns how far it came.
+
+    _outside --opening mark--> _opened --{--> _in_call ----------> _outside
+                                       --[--> _in_array <--> _in_call
+    Whatever breaks the form leads back `_outside`, at the character that broke it: nothing is read twice.
+    """
+
+    opening: ClassVar[str] = ""
+    closing: ClassVar[str] = ""  # dropped once after a call; its first character is that of `opening`
+    needs_arguments: ClassVar[bool] = False
+
+    def __init__(self, names: frozenset[str] | None = None) -> None:
+        """`names`: what calls another function is content; None: any name is passed on."""
+        self._names = names
+        self._out: list[Delta] = []
+        self._calls = 0  # begun
+        self._held: list[str] = []  # whitespace that may come before a call, then what may be its beginning
+        self._half = ""  # the end of the last piece, needed again with the next one
+        self._unclosed = False  # a closing mark is to come
+        self._after_call = False  # whitespace is dropped
+        self._array = False  # the call is in one
+        self._item_next = True  # in it, rather than a comma or its end
+        self._call: CallObject | None = None
+        self._json = JsonText()
+        self._state: Callable[[str, int], int] = self._outside
+
+    def push(self, text: str) -> list[Delta]:
+        if self._half:
+            text, self._half = self._half + text, ""
+        at = 0
+        while at < len(text):
+            at = self._state(text, at)
+        out, self._out = self._out, []
+        return out
+
+    def finish(self) -> list[Delta]:
+        rest = "".join(self._held)
+        self._held = []
+        if self._call is not None and not self._call.begun:
+            rest += "".join(self._call.held)
+        elif self._between_calls() and not rest.strip(SPACES + ",;"):
+            rest = ""
+        if not (self._after_call and self._unclosed and self.closing.startswith(self._half)):
+            rest += self._half
+        self._half = ""
+        self._say(rest)
+        if self._held:
+            self._out.append(Content("".join(self._held)))
+            self._held = []
+        self._state, self._call = self._plain, None
+        out, self._out = self._out, []
+        return out
+
+    # Outside
+
+    def _outside(self, text: str, at: int) -> int:
+        if text.find(self.opening[0], at) < 0:  # most text has nothing like a mark
+            self._say(text[at:])
+            return len(text)
+        marks = (self.opening, self.closing) if self._unclosed and self.closing else (self.opening,)
+        found = [(place, mark) for mark in marks if (place := text.find(mark, at)) >= 0]
+        if not found:
+            cut = min(half_mark(text, mark, at) for mark in marks)
+            self._say(text[at:cut])
+            self._half = text[cut:]
+            return len(text)
+        place, mark = min(found)
+        self._say(text[at:place])
+        self._unclosed = False
+        if mark == self.closing:
+            self._held.clear()
+            self._after_call = True
+        elif self._calls >= MOST_CALLS:
+            self._state = self._plain
+            return place
+        else:
+            self._held.append(mark)
+            self._state = self._opened
+        return place + len(mark)
+
+    def _plain(self, text: str, at: int) -> int:
+        """No call comes any more."""
+        self._say(text[at:])
+        return len(text)
+
+    def _say(self, text: str) -> None:
+        """Content. Whitespace at its end waits for what comes next: before a call it is dropped."""
+        if self._after_call:
+            text = text.lstrip()
+        if not text:
+            return
+        self._after_call = False
+        said = text.rstrip()
+        if said:
+            self._out.append(Content("".join(self._held) + said))
+            self._held.clear()
+        if len(said) < len(text):
+            self._held.append(text[len(said) :])
+
+    # Calls
+
+    def _opened(self, text: str, at: int) -> int:
+        char = text[at]
+        if char in SPACES:
+            self._held.append(char)
+            return at + 1
+        if char == "[":
+            self._held.append(char)
+            self._array = self._item_next = True
+            self._state = self._in_array
+            return at + 1
+        if char == "{":
+            self._array = False
+            self._begin_object()
+        else:
+            self._fail()
+        return at
+
+    def _in_array(self, text: str, at: int) -> int:
+        char = text[at]
+        if char == "{" and self._item_next and self._calls < MOST_CALLS:
+            self._begin_object()
+            return at
+        if char in SPACES:
+            self._held.append(char)
+        elif char == "," and not self._item_next:
+            self._held.append(char)
+            self._item_next = True
+        elif char == "]" and not self._item_next:
+            self._held.clear()
+            self._calls_over()
+        else:
+            self._fail()
+            return at
+        return at + 1
+
+    def _begin_object(self) -> None:
+        self._call = CallObject(self._names, needs_arguments=self.needs_arguments)
+        self._state = self._in_call
+
+    def _in_call(self, text: str, at: int) -> int:
+        call = self._call
+        assert call is not None
+        had_begun = call.begun
+        at = call.take(text, at)
+        if call.begun and not had_begun:
+            self._begin(call.name)
+        self._arguments("".join(call.fragments))
+        call.fragments.clear()
+        if call.broken or (call.over and not call.begun):
+            self._held += call.held
+            self._fail()
+        elif call.over:
+            self._call_over()
+        return at
+
+    def _in_arguments(self, text: str, at: int) -> int:
+        """The arguments alone, of a call that has begun."""
+        end = self._json.take(text, at)
+        self._arguments(text[at:end])
+        if self._json.broken:
+            self._fail()
+        elif self._json.over:
+            self._call_over()
+        return end
+
+    def _begin(self, name: str) -> None:
+        self._held.clear()
+        self._after_call = False
+        self._out.append(CallBegins(self._calls, name))
+        self._calls += 1
+
+    def _arguments(self, text: str) -> None:
+        if text:
+            self._out.append(CallArguments(self._calls - 1, text))
+
+    def _call_over(self) -> None:
+        self._call = None
+        self._after_call = True
+        if self._array:
+            self._item_next = False
+            self._state = self._in_array
+        else:
+            self._calls_over()
+
+    def _calls_over(self) -> None:
+        self._unclosed = self._after_call = True
+        self._state = self._outside
+
+    def _fail(self) -> None:
+        """What is held is content after all."""
+        if self._call is not None:
+            if self._call.begun:
+                self._unclosed, self._after_call = True, self._call.whole
+            self._call = None
+        text = "".join(self._held)
+        self._held = []
+        self._say(text)
+        self._state = self._outside
+
+    def _between_calls(self) -> bool:
+        return self._state == self._in_array
