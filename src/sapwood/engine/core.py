@@ -1,13 +1,13 @@
 """One model, served: what is loaded, sized and joined at the start, and what the executor asks of requests.
 
-    EngineConfig --> weights --> ServedModel --> groups --> arena, scheduler, tiers, executor --> EngineLoop
+EngineConfig --> weights --> ServedModel --> groups --> arena, scheduler, tiers, executor --> EngineLoop
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -142,7 +142,7 @@ class Engine(Requests):
         """Change the weights as soon as nobody runs; `abort` ends those that do. Whoever has not begun waits."""
         self.begin_change(partial(update.apply, self.served.model), abort)
 
-    def _told(self, plan: Plan, event: Any) -> dict[str, Likely]:
+    def _told(self, plan: Plan, event: Any) -> Mapping[str, Likely]:
         """Those of new tokens. Those of prompts are noted."""
         tokens, prompts = self.executor.told.pop(plan.step or 0, ({}, {}))
         if isinstance(event, StepDone):

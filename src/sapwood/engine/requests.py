@@ -12,7 +12,7 @@ nobody runs any more, weights and version change, and those that waited are boun
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -177,7 +177,7 @@ class Requests:
                 sample.cached = int(batch.cached[row])
                 sample.loaded, sample.fetched = self.scheduler.brought(sample.id)
 
-    def _told(self, plan: Plan, event: Any) -> dict[str, Likely]:
+    def _told(self, plan: Plan, event: Any) -> Mapping[str, Likely]:
         """What a plan that is done tells of log-probabilities, by sample."""
         return {}
 

@@ -21,9 +21,7 @@ class TextStream:
     def __init__(self, detokenizer: Detokenizer, params: SamplingParams, prompt_tail: Sequence[int]) -> None:
         self.stopped: str | None = None  # the stop string that was found
         self.tokens = 0  # of this text: those after a stop string are not counted
-        self._decoding = (
-            detokenizer.stream(prompt_tail, params.skip_special_tokens) if params.detokenize else None
-        )
+        self._decoding = detokenizer.stream(prompt_tail, params.skip_special_tokens) if params.detokenize else None
         self._includes = params.include_stop_str_in_output
         self._least = params.min_tokens
         self._stops = _Stops(params.stops) if params.stops else None
