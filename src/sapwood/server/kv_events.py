@@ -1,0 +1,451 @@
+"""KV events on ZMQ, as vLLM publishes them: a router hears which blocks this engine holds, and in which tier.
+
+    the step's thread                          the publisher's thread
+    publish(events) ---------> queue ---+---> pack ---> PUB      [topic, sequence number, payload]
+    give_snapshot(events) ---> queue ---+        \\---> buffer
+           ^                                             |
+           +------- wants_snapshot, wake() <--- ROUTER <-+       a replay from a sequence number on
+
+`publish` never waits. What it cannot queue is lost, and the sequence numbers show it. What a replay wants and the
+buffer has no more is answered from the tree: one batch that clears everything and tells all that the tree held after
+the batch whose number it bears; then the batches after that one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+import zmq
+
+from sapwood.cache import AllBlocksCleared, BlockStored, KVEvent, Namespace
+from sapwood.cache.held import held_events
+
+from .kv_events_config import KVEventsConfig
+
+__all__ = ["KVEventPublisher", "KVEventsConfig", "held_events", "lora_id_of", "salt_key"]
+
+log = logging.getLogger(__name__)
+END = (-1).to_bytes(8, "big", signed=True)  # the sequence number of a replay's last message
+_TURN = 256  # batches or replayed messages before the thread looks at the rest of its work
+_CLIENTS = 64  # replays at a time
+_STALLED = 30.0  # seconds after which a client that takes nothing more of its replay is given up
+_RETRY = 0.02  # seconds until it is tried again
+_APART = 1.0  # seconds between two snapshots: each costs the step's thread a walk through the tree
+_PAUSE = 64  # events of a snapshot after which the thread leaves the interpreter to the others
+_CLOSING = 1.0  # seconds for what is queued
+
+
+# ---- the wire
+
+
+class _Stored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str
+    lora_name: str | None
+    extra_keys: list[list[str] | None] | None = None
+
+
+class _Removed(msgspec.Struct, tag="BlockRemoved", gc=False):
+    block_hashes: list[int]
+    medium: str
+
+
+class _Cleared(msgspec.Struct, tag="AllBlocksCleared", gc=False):
+    pass
+
+
+class _StoredArray(_Stored, tag="BlockStored", array_like=True, omit_defaults=True, gc=False):
+    pass
+
+
+class _RemovedArray(_Removed, tag="BlockRemoved", array_like=True, gc=False):
+    pass
+
+
+class _ClearedArray(_Cleared, tag="AllBlocksCleared", array_like=True, gc=False):
+    pass
+
+
+class _Batch(msgspec.Struct, array_like=True, gc=False):
+    ts: float
+    events: list[msgspec.Raw]
+    data_parallel_rank: int
+
+
+def lora_id_of(adapter: bytes) -> int:
+    """A number for an adapter that follows from its content: 31 bits, never 0."""
+    return int.from_bytes(hashlib.sha256(adapter).digest()[:4], "big") >> 1 or 1
+
+
+def salt_key(salt: str) -> str:
+    """What stands for a salt in `extra_keys`: a digest, with the mark by which Dynamo tells it from other keys."""
+    return "dynamo-cache-salt:" + Namespace(salt=salt).digest().hex()[:32]
+
+
+class _Wire:
+    """Events as bytes. `names`: the name of an adapter by its digest, None if it has none (any more)."""
+
+    def __init__(self, encoding: str, names: Callable[[bytes], str | None]) -> None:
+        array = encoding == "array"
+        self._stored = _StoredArray if array else _Stored
+        self._removed = _RemovedArray if array else _Removed
+        self._cleared = _ClearedArray() if array else _Cleared()
+        self._names = names
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def pack(self, ts: float, events: Sequence[KVEvent]) -> bytes:
+        """The payload of a batch, event by event: while one is encoded, no other thread runs."""
+        packed = []
+        for n, event in enumerate(events, 1):
+            packed.append(msgspec.Raw(self._encode(self._event(event))))
+            if n % _PAUSE == 0:
+                time.sleep(0.0002)  # 0 would take the interpreter back before another thread has woken up
+        return self._encode(_Batch(ts, packed, 0))
+
+    def _event(self, event: KVEvent) -> msgspec.Struct:
+        if isinstance(event, BlockStored):
+            adapter, salt, hashes = event.namespace.adapter, event.namespace.salt, event.block_hashes
+            return self._stored(
+                hashes,
+                event.parent_block_hash,
+                event.token_ids,
+                event.block_size,
+                None if adapter is None else lora_id_of(adapter),
+                event.medium,
+                None if adapter is None else self._names(adapter) or adapter.hex()[:32],  # no name is the base model
+                None if salt is None else [[salt_key(salt)], *[None] * (len(hashes) - 1)],
+            )
+        if isinstance(event, AllBlocksCleared):
+            return self._cleared
+        return self._removed(event.block_hashes, event.medium)
+
+
+# ---- the publisher
+
+
+class _Queued(NamedTuple):
+    sequence: int
+    ts: float
+    events: Sequence[KVEvent]
+    snapshot: bool  # all that was held after `sequence`, for replays, and not what happened in it
+
+
+class _Sent(NamedTuple):
+    sequence: int
+    payload: bytes
+
+
+class _Replay:
+    """An answer under way: what is left of it, and since when the client takes nothing."""
+
+    __slots__ = ("client", "left", "since")
+
+    def __init__(self, client: tuple[bytes, ...], left: deque[_Sent]) -> None:
+        self.client = client  # its identity, and the empty frame if it sent one
+        self.left = left
+        self.since = time.monotonic()
+
+
+class KVEventPublisher:
+    """Publishes what the engine drains from its cache.
+
+    The step's thread calls `publish` with what it has drained and then, if `wants_snapshot`, `give_snapshot` with
+    `held_events(cache)`: both speak of the same moment then. `wake` is called, by another thread, when a snapshot is
+    wanted: a loop that rests goes round once. `endpoint` and `replay_endpoint` are where it is really bound.
+    """
+
+    def __init__(
+        self,
+        config: KVEventsConfig,
+        names: Callable[[bytes], str | None] | None = None,
+        wake: Callable[[], None] | None = None,
+    ) -> None:
+        self.config = config
+        self.wants_snapshot = False
+        self.endpoint = self.replay_endpoint = ""
+        self._next = config.first_sequence if config.first_sequence is not None else time.time_ns() // 1000
+        self._queue: deque[_Queued] = deque()
+        self._most = config.max_queue_size
+        self._counts = dict.fromkeys(("batches", "dropped", "failed", "replays", "snapshots"), 0)
+        self._closing = not config.active
+        self._asleep = False
+        self._thread: threading.Thread | None = None
+        if not config.active:
+            return
+        self._wake_engine = wake if wake is not None else _nothing
+        self._wire = _Wire(config.encoding, names if names is not None else _no_name)
+        self._topic = config.topic.encode()
+        self._first = self._floor = self._next  # from `_floor` on the buffer has every batch up to `_last`
+        self._last = self._next - 1
+        self._buffer: deque[_Sent] = deque()
+        self._buffered = 0  # bytes
+        self._snapshot: _Sent | None = None
+        self._asked = False  # for a snapshot that has not arrived
+        self._again = 0.0  # when the next one may be asked for
+        self._waiting: list[tuple[bytes, ...]] = []  # clients that are answered with a snapshot
+        self._replays: list[_Replay] = []
+        self._open()
+        self.publish([AllBlocksCleared()])
+        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        self._thread.start()
+
+    # ---- the step's thread
+
+    def publish(self, events: Sequence[KVEvent]) -> None:
+        """One batch. It is kept as it is: the caller leaves it alone from now on."""
+        if not events or self._closing:
+            return
+        sequence = self._next
+        self._next = sequence + 1
+        if len(self._queue) >= self._most:
+            self._counts["dropped"] += 1
+            return
+        self._queue.append(_Queued(sequence, time.time(), events, False))
+        if self._asleep:
+            self._wake()
+
+    def give_snapshot(self, events: Sequence[KVEvent]) -> None:
+        """All that is held after the last batch given to `publish`."""
+        if self._closing:
+            return
+        self.wants_snapshot = False
+        self._queue.append(_Queued(self._next - 1, time.time(), [AllBlocksCleared(), *events], True))
+        if self._asleep:
+            self._wake()
+
+    def close(self) -> None:
+        """Send what is queued, for a moment, and end. Nothing is published any more."""
+        self._closing = True
+        if self._thread is not None:
+            self._wake()
+            self._thread.join(2 * _CLOSING)
+            if not self._thread.is_alive():
+                os.close(self._bell)
+                os.close(self._rung)
+            self._thread = None
+
+    def stats(self) -> dict[str, int]:
+        """Batches that were sent, dropped because the queue was full, or failed; replays, and snapshots for them."""
+        return dict(self._counts)
+
+    def _wake(self) -> None:
+        self._asleep = False
+        with contextlib.suppress(BlockingIOError):  # it is full of rings
+            os.write(self._bell, b"!")
+
+    # ---- the publisher's thread
+
+    def _open(self) -> None:
+        config = self.config
+        for endpoint in config.open_to_all:
+            log.warning(
+                "KV events: %s is open to every machine that reaches this one, and events tell the tokens of prompts; "
+                'for this machine alone: "endpoint": "tcp://127.0.0.1:5557", "bind": true',
+                endpoint,
+            )
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._router: zmq.Socket[bytes] | None = None
+        try:
+            self._pub = self._socket(zmq.PUB, config.endpoint)
+            self._pub.set(zmq.SNDHWM, config.hwm)
+            self.endpoint = _join("endpoint", self._pub, config.endpoint, config.binds)
+            if config.replay_endpoint is not None:
+                self._router = self._socket(zmq.ROUTER, config.replay_endpoint)
+                self._router.set(zmq.ROUTER_MANDATORY, 1)  # or a client that reads slowly would miss some, unseen
+                self._router.set(zmq.MAXMSGSIZE, 1024)
+                self.replay_endpoint = _join("replay_endpoint", self._router, config.replay_endpoint, True)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._rung, self._bell = os.pipe()
+        os.set_blocking(self._rung, False)
+        os.set_blocking(self._bell, False)
+        self._poller = zmq.Poller()
+        self._poller.register(self._rung, zmq.POLLIN)
+        if self._router is not None:
+            self._poller.register(self._router, zmq.POLLIN)
+
+    def _socket(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.set(zmq.IPV6, int("[" in endpoint))
+        socket.set(zmq.TCP_KEEPALIVE, 1)
+        return socket
+
+    def _run(self) -> None:
+        end = None
+        while True:
+            try:
+                if self._closing:
+                    end = end or time.monotonic() + _CLOSING
+                    if not self._queue or time.monotonic() > end:
+                        break
+                self._turn()
+            except Exception:
+                log.exception("KV events: an error in the publisher's thread; it goes on")
+                time.sleep(0.1)
+        self._context.destroy(linger=int(500 * _CLOSING))
+
+    def _turn(self) -> None:
+        """Send what there is to send, then wait for more."""
+        for _ in range(min(_TURN, len(self._queue))):
+            self._handle(self._queue.popleft())
+        if self._router is not None:
+            self._take_requests(self._router)
+            stalled = self._continue(self._router)
+        else:
+            stalled = False
+        wait = -1.0
+        if self._waiting and not self._asked:
+            wait = self._again - time.monotonic()
+            if wait <= 0:
+                self._asked = self.wants_snapshot = True
+                self._wake_engine()
+                wait = -1.0
+        if self._replays:
+            wait = _RETRY if stalled else 0.0
+        self._asleep = True  # before the look at the queue: who appends after it, wakes
+        if not self._queue and not self._closing:
+            self._poller.poll(None if wait < 0 else 1 + int(1000 * wait))
+        self._asleep = False
+        with contextlib.suppress(BlockingIOError):  # nobody has rung
+            os.read(self._rung, 4096)
+
+    def _handle(self, batch: _Queued) -> None:
+        if batch.snapshot:
+            self._asked = False
+            self._again = time.monotonic() + _APART
+        try:
+            sent = _Sent(batch.sequence, self._wire.pack(batch.ts, batch.events))
+        except Exception:  # a gap, as if it had been dropped
+            self._counts["failed"] += 1
+            log.exception("KV events: batch %d could not be packed", batch.sequence)
+            return
+        if batch.snapshot:
+            self._counts["snapshots"] += 1
+            self._keep_snapshot(sent)
+        else:
+            self._pub.send_multipart((self._topic, sent.sequence.to_bytes(8, "big"), sent.payload), zmq.NOBLOCK)
+            self._counts["batches"] += 1
+            self._keep(sent)
+
+    def _keep(self, sent: _Sent) -> None:
+        if self._router is None:
+            return
+        if sent.sequence != self._last + 1:
+            self._forget(sent.sequence)
+        self._last = sent.sequence
+        self._buffer.append(sent)
+        self._buffered += len(sent.payload)
+        while len(self._buffer) > self.config.buffer_steps or self._buffered > self.config.buffer_bytes:
+            oldest = self._buffer.popleft()
+            self._buffered -= len(oldest.payload)
+            self._floor = oldest.sequence + 1
+        if self._snapshot is not None and self._floor > self._snapshot.sequence + 1:
+            self._snapshot = None
+
+    def _keep_snapshot(self, sent: _Sent) -> None:
+        """It is as good as every batch up to its number, and serves all who wait and who come later, until the buffer
+        has lost a batch after it."""
+        if self._last != sent.sequence:  # batches before it were lost
+            self._forget(sent.sequence + 1)
+            self._last = sent.sequence
+        self._snapshot = sent
+        for client in self._waiting:
+            self._replays.append(_Replay(client, self._from_snapshot(sent)))
+        self._waiting.clear()
+
+    def _forget(self, floor: int) -> None:
+        """Batches before `floor` were lost: what is buffered of the time before them leads nowhere."""
+        self._buffer.clear()
+        self._buffered = 0
+        self._floor = floor
+
+    # ---- replays
+
+    def _take_requests(self, router: zmq.Socket[bytes]) -> None:
+        for _ in range(_CLIENTS):
+            try:
+                *client, start = router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(start) != 8 or not (len(client) == 1 or (len(client) == 2 and not client[1])):
+                log.warning("KV events: a replay request that is no sequence number in 8 bytes")
+            elif len(self._replays) + len(self._waiting) >= _CLIENTS:
+                log.warning("KV events: more than %d replays at a time; one is not answered", _CLIENTS)
+            else:
+                self._answer(tuple(client), int.from_bytes(start, "big"))
+
+    def _answer(self, client: tuple[bytes, ...], start: int) -> None:
+        self._counts["replays"] += 1
+        if start <= self._last + 1 and (start >= self._floor or self._floor == self._first):
+            self._replays.append(_Replay(client, deque(each for each in self._buffer if each.sequence >= start)))
+        elif self._snapshot is not None:
+            self._replays.append(_Replay(client, self._from_snapshot(self._snapshot)))
+        else:
+            self._waiting.append(client)
+
+    def _from_snapshot(self, snapshot: _Sent) -> deque[_Sent]:
+        return deque([snapshot, *(each for each in self._buffer if each.sequence > snapshot.sequence)])
+
+    def _continue(self, router: zmq.Socket[bytes]) -> bool:
+        """Send some of every replay under way. Returns whether none of them can go on just now."""
+        stalled = True
+        for replay in list(self._replays):
+            try:
+                for _ in range(_TURN):
+                    if not replay.left:
+                        router.send_multipart(self._frames(replay.client, b"", END, b""), zmq.NOBLOCK)
+                        self._replays.remove(replay)
+                        break
+                    sequence, payload = replay.left[0]
+                    router.send_multipart(
+                        self._frames(replay.client, self._topic, sequence.to_bytes(8, "big"), payload), zmq.NOBLOCK
+                    )
+                    replay.left.popleft()
+                    replay.since = time.monotonic()
+                stalled = False
+            except zmq.Again:
+                if time.monotonic() - replay.since > _STALLED:
+                    self._replays.remove(replay)
+                    log.warning("KV events: a client takes no more of its replay; it is given up")
+            except zmq.ZMQError:  # it has gone
+                self._replays.remove(replay)
+        return stalled
+
+    def _frames(self, client: tuple[bytes, ...], topic: bytes, sequence: bytes, payload: bytes) -> Sequence[bytes]:
+        """A message of a replay: with a topic as in newer versions of vLLM, and without one as in all others."""
+        return (*client, topic, sequence, payload) if self._topic else (*client, sequence, payload)
+
+
+def _join(name: str, socket: zmq.Socket[bytes], endpoint: str, bind: bool) -> str:
+    try:
+        if bind:
+            socket.bind(endpoint)
+            bound = socket.get(zmq.LAST_ENDPOINT)
+            return bound.rstrip(b"\0").decode() if isinstance(bound, bytes) else endpoint
+        socket.connect(endpoint)
+        return endpoint
+    except zmq.ZMQError as error:
+        done = "bound" if bind else "connected to"
+        raise ValueError(f"{name}: {endpoint!r:.60} cannot be {done}: {error.strerror}") from None
+
+
+def _nothing() -> None:
+    pass
+
+
+def _no_name(_: bytes) -> None:
+    return None
