@@ -18,13 +18,18 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Every field of EngineConfig by its name with dashes. What others have and we have not is taken as well, for
     `engine_config` to refuse it by name."""
     group = parser.add_argument_group("engine")
-    words, kinds = _words(), get_type_hints(EngineConfig)
-    for field in fields(EngineConfig):
-        names = [field.name, *(alias for alias, name in ALIASES.items() if name == field.name)]
-        default = "" if field.default is None else f" (default {field.default})"
-        _add(group, names, kinds[field.name], words.get(field.name, "") + default)
+    add_fields(group, EngineConfig)
     for name, (value, _) in NOT_HERE.items():
         _add(group, [name], str if value is None else type(value), argparse.SUPPRESS)
+
+
+def add_fields(group: Any, kind: type) -> None:
+    """Options for the fields of a dataclass, with what its docstring says of each as help."""
+    words, kinds = _words(kind), get_type_hints(kind)
+    for field in fields(kind):
+        names = [field.name, *(alias for alias, name in ALIASES.items() if name == field.name)]
+        default = "" if field.default in (None, ()) else f" (default {field.default})"
+        _add(group, names, kinds[field.name], words.get(field.name, "") + default)
 
 
 def given_flags(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -44,6 +49,8 @@ def _add(group: Any, names: list[str], kind: Any, help: str) -> None:
     more: dict[str, Any] = {"dest": names[0], "default": argparse.SUPPRESS, "help": help.replace("%", "%%")}
     if kind is bool:
         group.add_argument(*options, action=argparse.BooleanOptionalAction, **more)
+    elif kind == tuple[str, ...]:
+        group.add_argument(*options, nargs="+", action="extend", metavar="TEXT", **more)
     elif kind in (float, int, int | None):
         group.add_argument(*options, type=_number(float if kind is float else int), metavar="N", **more)
     else:
@@ -61,7 +68,7 @@ def _number(kind: type) -> Callable[[str], Any]:
     return number
 
 
-def _words() -> dict[str, str]:
-    """What the docstring of EngineConfig says of each field."""
-    said = _WORDS.findall(EngineConfig.__doc__ or "")
+def _words(kind: type) -> dict[str, str]:
+    """What the docstring of a dataclass says of each field."""
+    said = _WORDS.findall(kind.__doc__ or "")
     return {name: " ".join(text.split()) for names, text in said for name in names.split(", ")}

@@ -39,6 +39,8 @@ from .weights import find_model, load_model
 
 log = logging.getLogger(__name__)
 _CPU_SHARE = 0.4  # of the memory that is free
+_HOST_SHARE, _HOST_SHARE_CPU = 0.33, 0.1
+_HOST_MOST = 64 << 30
 _CPU_TOKENS, _GPU_TOKENS = 2048, 8192  # in a step
 _LONGEST = 8192  # of a context, where the model does not say
 
@@ -86,7 +88,11 @@ class Engine(Requests):
             room = int(free - (1 - config.gpu_memory_utilization) * whole)
         else:
             room = int(_CPU_SHARE * (available_bytes() or 1 << 32))
-        host = nbytes("host_cache", str(config.host_cache))
+        if config.host_cache != "auto":
+            host = nbytes("host_cache", str(config.host_cache))
+        else:
+            share = _HOST_SHARE if self.device.type == "cuda" else _HOST_SHARE_CPU
+            host = min(_HOST_MOST, int(share * (available_bytes() or 1 << 32)))
         tokens = config.max_num_batched_tokens or (_GPU_TOKENS if self.device.type == "cuda" else _CPU_TOKENS)
         return size(self.served.groups, room, config.page_size, config.max_num_seqs, longest, host, tokens)
 

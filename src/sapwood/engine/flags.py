@@ -39,7 +39,8 @@ class EngineConfig:
     page_size               tokens of a page (alias: block_size)
     device_cache            bytes with a unit for K, V and states; "auto": what gpu_memory_utilization leaves, or 40 %
                             of what a CPU's memory has free
-    host_cache              bytes with a unit behind it in host memory; "0": none
+    host_cache              bytes with a unit behind it in host memory; "0": none; "auto": a tenth of what is free,
+                            beside a GPU a third
     store                   the URI of a store behind that
     cache_policy            who comes in next: "fcfs" or "prefix"
     enable_prefix_caching   what a prompt shares with an earlier one is not computed again
@@ -95,8 +96,9 @@ class EngineConfig:
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r:.60}")
         if self.device_cache != "auto":
             nbytes("device_cache", str(self.device_cache))
-        nbytes("host_cache", str(self.host_cache))
-        if self.store is not None and not nbytes("host_cache", str(self.host_cache)):
+        if self.host_cache != "auto":
+            nbytes("host_cache", str(self.host_cache))
+        if self.store is not None and self.host_cache != "auto" and not nbytes("host_cache", str(self.host_cache)):
             raise ValueError("store needs host_cache, through which its pages come and go, got host_cache=0")
 
 

@@ -179,6 +179,9 @@ class Chat:
         answer = Answer(self._screen)
         try:
             self._listen({**self._fields, "messages": [*self.messages, asked]}, answer)
+        except Trouble:
+            self._screen.say("\n" if answer.begun else "")
+            raise
         finally:
             if answer.text:
                 self._said += [asked, {"role": "assistant", "content": answer.text}]
@@ -228,6 +231,10 @@ class Answer:
         self._usage: dict[str, Any] = {}
         self._cache: dict[str, Any] = {}
 
+    @property
+    def begun(self) -> bool:
+        return self._first > 0
+
     def take(self, event: Mapping[str, Any]) -> None:
         self._usage = _object(event, "usage") or self._usage
         self._cache = _object(event, "cache") or self._cache
@@ -250,7 +257,7 @@ class Answer:
         found = _object(self._cache, "tokens") or self._cache
         tiers = ", ".join(f"{tier} {_count(found, tier)}" for tier in _TIERS if _count(found, tier))
         parts = [f"{cached} of {prompt} prompt tokens cached" + (f" ({tiers})" if tiers else "")] if prompt else []
-        if self._first:
+        if self.begun:
             parts.append(f"first token {self._first - self._begin:.2f} s")
         taken = self._last - self._first
         speed = f" at {(tokens - 1) / taken:.0f}/s" if taken > 0 and tokens > 1 else ""

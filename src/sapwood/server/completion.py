@@ -124,7 +124,7 @@ _sapwood() {{
     case "$command" in
 {_lines(f"        ({_quoted(at)}) offered=({each}) ;;" for at, each in described.items())}
     esac
-    _describe -o sapwood offered || _files
+    _describe sapwood offered || _files
 }}
 if [[ $funcstack[1] == _sapwood ]]; then _sapwood "$@"; else compdef _sapwood sapwood; fi
 """

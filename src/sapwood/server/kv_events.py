@@ -13,14 +13,13 @@ the batch whose number it bears; then the batches after that one.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 import msgspec
@@ -38,7 +37,7 @@ END = (-1).to_bytes(8, "big", signed=True)  # the sequence number of a replay's 
 _TURN = 256  # batches or replayed messages before the thread looks at the rest of its work
 _CLIENTS = 64  # replays at a time
 _STALLED = 30.0  # seconds after which a client that takes nothing more of its replay is given up
-_RETRY = 0.02  # seconds until it is tried again
+_LOOK = 0.02  # seconds until the thread looks for replays, while nothing is published
 _APART = 1.0  # seconds between two snapshots: each costs the step's thread a walk through the tree
 _PAUSE = 64  # events of a snapshot after which the thread leaves the interpreter to the others
 _CLOSING = 1.0  # seconds for what is queued
@@ -177,11 +176,13 @@ class KVEventPublisher:
         self.wants_snapshot = False
         self.endpoint = self.replay_endpoint = ""
         self._next = config.first_sequence if config.first_sequence is not None else time.time_ns() // 1000
-        self._queue: deque[_Queued] = deque()
+        self._lost = -1  # the last batch that was dropped
+        self._queue: SimpleQueue[_Queued | None] = (
+            SimpleQueue()
+        )  # wakes the thread without letting go of the interpreter
         self._most = config.max_queue_size
         self._counts = dict.fromkeys(("batches", "dropped", "failed", "replays", "snapshots"), 0)
         self._closing = not config.active
-        self._asleep = False
         self._thread: threading.Thread | None = None
         if not config.active:
             return
@@ -197,6 +198,7 @@ class KVEventPublisher:
         self._again = 0.0  # when the next one may be asked for
         self._waiting: list[tuple[bytes, ...]] = []  # clients that are answered with a snapshot
         self._replays: list[_Replay] = []
+        self._stalled = False  # no replay under way can go on just now
         self._open()
         self.publish([AllBlocksCleared()])
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
@@ -210,41 +212,30 @@ class KVEventPublisher:
             return
         sequence = self._next
         self._next = sequence + 1
-        if len(self._queue) >= self._most:
+        if self._queue.qsize() >= self._most:
             self._counts["dropped"] += 1
-            return
-        self._queue.append(_Queued(sequence, time.time(), events, False))
-        if self._asleep:
-            self._wake()
+            self._lost = sequence
+        else:
+            self._queue.put(_Queued(sequence, time.time(), events, False))
 
     def give_snapshot(self, events: Sequence[KVEvent]) -> None:
         """All that is held after the last batch given to `publish`."""
         if self._closing:
             return
         self.wants_snapshot = False
-        self._queue.append(_Queued(self._next - 1, time.time(), [AllBlocksCleared(), *events], True))
-        if self._asleep:
-            self._wake()
+        self._queue.put(_Queued(self._next - 1, time.time(), [AllBlocksCleared(), *events], True))
 
     def close(self) -> None:
         """Send what is queued, for a moment, and end. Nothing is published any more."""
         self._closing = True
         if self._thread is not None:
-            self._wake()
+            self._queue.put(None)
             self._thread.join(2 * _CLOSING)
-            if not self._thread.is_alive():
-                os.close(self._bell)
-                os.close(self._rung)
             self._thread = None
 
     def stats(self) -> dict[str, int]:
         """Batches that were sent, dropped because the queue was full, or failed; replays, and snapshots for them."""
         return dict(self._counts)
-
-    def _wake(self) -> None:
-        self._asleep = False
-        with contextlib.suppress(BlockingIOError):  # it is full of rings
-            os.write(self._bell, b"!")
 
     # ---- the publisher's thread
 
@@ -270,13 +261,6 @@ class KVEventPublisher:
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self._rung, self._bell = os.pipe()
-        os.set_blocking(self._rung, False)
-        os.set_blocking(self._bell, False)
-        self._poller = zmq.Poller()
-        self._poller.register(self._rung, zmq.POLLIN)
-        if self._router is not None:
-            self._poller.register(self._router, zmq.POLLIN)
 
     def _socket(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -290,7 +274,7 @@ class KVEventPublisher:
             try:
                 if self._closing:
                     end = end or time.monotonic() + _CLOSING
-                    if not self._queue or time.monotonic() > end:
+                    if self._queue.empty() or time.monotonic() > end:
                         break
                 self._turn()
             except Exception:
@@ -299,29 +283,22 @@ class KVEventPublisher:
         self._context.destroy(linger=int(500 * _CLOSING))
 
     def _turn(self) -> None:
-        """Send what there is to send, then wait for more."""
-        for _ in range(min(_TURN, len(self._queue))):
-            self._handle(self._queue.popleft())
+        """Wait for batches, and send them; then go on with replays."""
+        wait = 0.0 if self._replays and not self._stalled else None if self._router is None else _LOOK
+        for _ in range(_TURN):
+            try:
+                batch = self._queue.get(wait != 0, wait)
+            except Empty:
+                break
+            if batch is not None:
+                self._handle(batch)
+            wait = 0.0
         if self._router is not None:
             self._take_requests(self._router)
-            stalled = self._continue(self._router)
-        else:
-            stalled = False
-        wait = -1.0
-        if self._waiting and not self._asked:
-            wait = self._again - time.monotonic()
-            if wait <= 0:
-                self._asked = self.wants_snapshot = True
-                self._wake_engine()
-                wait = -1.0
-        if self._replays:
-            wait = _RETRY if stalled else 0.0
-        self._asleep = True  # before the look at the queue: who appends after it, wakes
-        if not self._queue and not self._closing:
-            self._poller.poll(None if wait < 0 else 1 + int(1000 * wait))
-        self._asleep = False
-        with contextlib.suppress(BlockingIOError):  # nobody has rung
-            os.read(self._rung, 4096)
+            self._stalled = not self._continue(self._router)
+        if self._waiting and not self._asked and time.monotonic() >= self._again:
+            self._asked = self.wants_snapshot = True
+            self._wake_engine()
 
     def _handle(self, batch: _Queued) -> None:
         if batch.snapshot:
@@ -390,7 +367,9 @@ class KVEventPublisher:
 
     def _answer(self, client: tuple[bytes, ...], start: int) -> None:
         self._counts["replays"] += 1
-        if start <= self._last + 1 and (start >= self._floor or self._floor == self._first):
+        if self._lost > self._last:  # nothing that was sent since tells of it
+            self._waiting.append(client)
+        elif start <= self._last + 1 and (start >= self._floor or self._floor == self._first):
             self._replays.append(_Replay(client, deque(each for each in self._buffer if each.sequence >= start)))
         elif self._snapshot is not None:
             self._replays.append(_Replay(client, self._from_snapshot(self._snapshot)))
@@ -401,8 +380,8 @@ class KVEventPublisher:
         return deque([snapshot, *(each for each in self._buffer if each.sequence > snapshot.sequence)])
 
     def _continue(self, router: zmq.Socket[bytes]) -> bool:
-        """Send some of every replay under way. Returns whether none of them can go on just now."""
-        stalled = True
+        """Send some of every replay under way. Returns whether there was one that could go on."""
+        moved = False
         for replay in list(self._replays):
             try:
                 for _ in range(_TURN):
@@ -416,14 +395,14 @@ class KVEventPublisher:
                     )
                     replay.left.popleft()
                     replay.since = time.monotonic()
-                stalled = False
+                moved = True
             except zmq.Again:
                 if time.monotonic() - replay.since > _STALLED:
                     self._replays.remove(replay)
                     log.warning("KV events: a client takes no more of its replay; it is given up")
             except zmq.ZMQError:  # it has gone
                 self._replays.remove(replay)
-        return stalled
+        return moved
 
     def _frames(self, client: tuple[bytes, ...], topic: bytes, sequence: bytes, payload: bytes) -> Sequence[bytes]:
         """A message of a replay: with a topic as in newer versions of vLLM, and without one as in all others."""

@@ -1,0 +1,196 @@
+"""Everything that does not generate: models and adapters, tokens and text, and what the cache holds and says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+import numpy as np
+
+from .errors import ApiError, bad
+from .generation import Prompt
+from .http import Call
+from .schemas import DetokenizeRequest, ExplainRequest, LoadAdapter, TokenizeRequest, UnloadAdapter, parse
+from .serving import Serving
+from .spoken import read_tools
+
+_NAME = re.compile(r"[\w./:@+-]{1,200}")
+_MOST_NODES = 10_000
+
+
+# ---- models and adapters
+
+
+def _shown(serving: Serving, name: str, root: str | None = None) -> dict[str, Any]:
+    model = serving.names[0]
+    return {
+        "id": name,
+        "object": "model",
+        "created": serving.created,
+        "owned_by": "sapwood",
+        "root": root or model,
+        "parent": model if root is not None else None,
+        "max_model_len": serving.limit if root is None else None,
+    }
+
+
+def _models(serving: Serving) -> list[dict[str, Any]]:
+    base = [_shown(serving, name) for name in serving.names]
+    return base + [_shown(serving, name, serving.paths.get(name, name)) for name in serving.adapters]
+
+
+async def models(serving: Serving, call: Call) -> None:
+    await call.json({"object": "list", "data": _models(serving)})
+
+
+async def one_model(serving: Serving, call: Call) -> None:
+    name = call.scope["path_params"]["name"]
+    serving.model(name)
+    await call.json(next(each for each in _models(serving) if each["id"] == name))
+
+
+async def load_adapter(serving: Serving, call: Call) -> None:
+    asked = parse(await call.body(), LoadAdapter)
+    if not _NAME.fullmatch(asked.lora_name):
+        raise bad("lora_name", f"lora_name must be 1 to 200 letters, digits and ./:@+-, got {asked.lora_name!r:.60}")
+    if asked.lora_name in serving.names:
+        raise bad("lora_name", f"lora_name {asked.lora_name!r} is the model's own name")
+    path = _below_root(serving, asked.lora_path)
+    digest = await serving.link.ask("load_adapter", name=asked.lora_name, path=str(path))
+    serving.adapters[asked.lora_name] = digest
+    serving.paths[asked.lora_name] = path.name
+    await call.json({"status": "ok", "message": f"adapter {asked.lora_name!r} is loaded", "digest": digest.hex()})
+
+
+def _below_root(serving: Serving, path: str) -> Path:
+    root = serving.config.lora_root
+    if not (serving.link.ready and serving.link.ready.facts.get("max_loras")):
+        raise ApiError(400, "this server was started without --enable-lora", "no_lora")
+    if root is None:
+        raise ApiError(403, "adapters are loaded over HTTP only where the server has a --lora-root", "no_lora_root")
+    if "\0" in path:
+        raise bad("lora_path", "lora_path must be a path")
+    folder = Path(root).resolve()
+    found = (folder / path).resolve()
+    if not found.is_relative_to(folder) or not found.is_dir():
+        raise ApiError(
+            404,
+            f"lora_path must be a folder below the server's --lora-root, got {path!r:.200}",
+            "no_adapter",
+            "lora_path",
+        )
+    return found
+
+
+async def unload_adapter(serving: Serving, call: Call) -> None:
+    asked = parse(await call.body(), UnloadAdapter)
+    if not (serving.link.ready and serving.link.ready.facts.get("max_loras")):
+        raise ApiError(400, "this server was started without --enable-lora", "no_lora")
+    if asked.lora_name not in serving.adapters:
+        raise ApiError(404, f"there is no adapter {asked.lora_name!r:.200} here", "no_adapter", "lora_name")
+    del serving.adapters[asked.lora_name]
+    serving.paths.pop(asked.lora_name, None)
+    await serving.link.ask("unload_adapter", name=asked.lora_name)
+    await call.json({"status": "ok", "message": f"adapter {asked.lora_name!r} is gone; requests that run with it end"})
+
+
+# ---- tokens
+
+
+async def tokenize(serving: Serving, call: Call) -> None:
+    asked = parse(await call.body(), TokenizeRequest)
+    serving.model(asked.model)
+    prompt = await _prompt(serving, asked)
+    told: dict[str, Any] = {"count": len(prompt.ids), "max_model_len": serving.limit, "tokens": prompt.ids.tolist()}
+    if asked.return_token_strs:
+        texts = serving.tokenizer()
+        told["token_strs"] = [texts.tokenizer.id_to_token(int(token)) for token in prompt.ids]
+    await call.json(told)
+
+
+async def detokenize(serving: Serving, call: Call) -> None:
+    asked = parse(await call.body(), DetokenizeRequest)
+    serving.model(asked.model)
+    assert serving.link.ready is not None
+    vocabulary = serving.link.ready.vocabulary
+    if any(not 0 <= token < vocabulary for token in asked.tokens):
+        raise bad("tokens", f"tokens must be from 0 to {vocabulary - 1} for this model")
+    await call.json({"prompt": serving.tokenizer().decode(asked.tokens)})
+
+
+async def _prompt(serving: Serving, asked: TokenizeRequest | ExplainRequest) -> Prompt:
+    if (asked.prompt is None) == (asked.messages is None):
+        raise bad("prompt", "give either prompt or messages")
+    if asked.prompt is not None:
+        return await serving.prompt(asked.prompt, asked.add_special_tokens is not False)
+    tools = read_tools(asked.tools, None, None)
+    return await serving.conversation(
+        asked.messages or [],
+        tools=tools.shown,
+        add_generation_prompt=getattr(asked, "add_generation_prompt", None),
+        continue_final_message=getattr(asked, "continue_final_message", None),
+        more=asked.chat_template_kwargs,
+        add_special_tokens=bool(asked.add_special_tokens),
+    )
+
+
+# ---- the cache
+
+
+async def cache_stats(serving: Serving, call: Call) -> None:
+    stats = await serving.link.ask("stats")
+    if not call.caller.admin:
+        stats["cache"].pop("namespaces", None)  # what others do
+    stats["adapters"] = {name: digest.hex() for name, digest in stats["adapters"].items()}
+    await call.json(stats)
+
+
+async def cache_explain(serving: Serving, call: Call) -> None:
+    """How much of a prompt would be served now, and why no more."""
+    asked = parse(await call.body(), ExplainRequest)
+    model = serving.model(asked.model)
+    prompt = await _prompt(serving, asked)
+    salt = serving.salt(asked.cache_salt, call.caller)
+    found = await serving.link.ask(
+        "explain",
+        tokens=np.ascontiguousarray(prompt.ids, np.int32).tobytes(),
+        adapter=model.adapter,
+        salt=salt,
+        admin=call.caller.admin,
+    )
+    told = {"prompt_tokens": len(prompt.ids), **found}
+    if found["reason"] != "hit":
+        told |= serving.around(prompt, found["position"])
+    await call.json(told)
+
+
+async def cache_tree(serving: Serving, call: Call) -> None:
+    most = _query(call, "limit", 1000, _MOST_NODES)
+    tree = await serving.link.ask("tree", most=most)
+    if serving.tokens is not None:
+        for node in tree["nodes"]:
+            node["text"] = serving.tokens.decode(node["first_tokens"])
+    await call.json(tree)
+
+
+async def reset_prefix_cache(serving: Serving, call: Call) -> None:
+    """Forget what is cached. Nobody waits for it: requests that run go on, and keep what they read until they end."""
+    tiers = _query_text(call, "tiers", "device,host")
+    if tiers not in ("device,host", "all"):
+        raise bad("tiers", f"tiers must be device,host or all, got {tiers!r:.60}")
+    told = await serving.link.ask("reset", store=tiers == "all")
+    await call.json({"status": "ok", **told})
+
+
+def _query_text(call: Call, name: str, default: str) -> str:
+    found = parse_qs(call.scope["query_string"].decode("latin-1"), max_num_fields=16).get(name)
+    return found[-1] if found else default
+
+
+def _query(call: Call, name: str, default: int, most: int) -> int:
+    text = _query_text(call, name, str(default))
+    if not text.isdecimal() or not 0 < len(text) < 9 or not 1 <= int(text) <= most:
+        raise bad(name, f"{name} must be a number from 1 to {most}, got {text!r:.60}")
+    return int(text)

@@ -1,0 +1,259 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from msgspec import UNSET, Struct, UnsetType
+
+from .errors import ApiError, bad
+from .generation import Generation, Model, Piece
+from .http import Call, event
+from .logprobs import chat_logprobs
+from .schemas import ChatRequest, parse
+from .serving import Serving, new_id
+from .spoken import Reasoning, Spoken, Tools, read_tools, told_of_tools
+from .tools import CallArguments, CallBegins, Content, call_id
+from .usage import Usage, usage_of
+
+_MOST_TOP = 20
+
+
+class Delta(Struct, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class ChunkChoice(Struct):
+    index: int
+    delta: Delta
+    logprobs: Any = None
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class Chunk(Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | UnsetType = UNSET
+    cache: Any = UNSET
+
+
+async def chat_completions(serving: Serving, call: Call) -> Generation:
+    request = parse(await call.body(), ChatRequest)
+    model = serving.model(request.model)
+    tools = read_tools(request.tools, request.tool_choice, serving.tool_parser)
+    template = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        template.setdefault("reasoning_effort", request.reasoning_effort)
+    if request.documents is not None:
+        template.setdefault("documents", request.documents)
+    messages: Any = request.messages
+    if tools.shown and serving.template is not None and "tools" not in serving.template.text:
+        messages = told_of_tools(messages, tools.shown)
+    prompt = await serving.conversation(
+        messages,
+        tools=tools.shown,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        more=template,
+        add_special_tokens=bool(request.add_special_tokens),
+    )
+    top = request.top_logprobs or 0
+    if not 0 <= top <= _MOST_TOP:
+        raise bad("top_logprobs", f"top_logprobs must be from 0 to {_MOST_TOP}, got {top}")
+    if top and not request.logprobs:
+        raise bad("top_logprobs", "top_logprobs needs logprobs to be true")
+    most = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    params = serving.params(request, call.caller, max_tokens=most, logprobs=top if request.logprobs else None)
+    grammar = serving.grammar(request)
+    if tools.grammar is not None:
+        if grammar is not None:
+            raise bad("tool_choice", "a call that is demanded and response_format cannot be had together")
+        grammar = serving.checked_grammar(tools.grammar)
+    (prompt,) = serving.truncated(request, [prompt])
+    generation = await serving.begin([prompt], params, request, model, grammar)
+    writer = ChatWriter(serving, call, request, model, generation, tools)
+    if request.stream:
+        await call.stream(generation, writer, serving.config.keepalive_seconds)
+    else:
+        await call.whole(generation, writer)
+    return generation
+
+
+class ChatWriter:
+    def __init__(
+        self, serving: Serving, call: Call, request: ChatRequest, model: Model, generation: Generation, tools: Tools
+    ) -> None:
+        self.serving = serving
+        self.request = request
+        self.generation = generation
+        self.tools = tools
+        self.id = request.request_id or new_id("chatcmpl")
+        self.created = int(time.time())
+        self.model = model.name
+        options = request.stream_options
+        self.usage = bool(options and options.include_usage)
+        self.each = bool(options and options.continuous_usage_stats)
+        self.role = serving.config.response_role
+        reasoning = request.separate_reasoning
+        if reasoning is None:
+            reasoning = serving.config.reasoning_parser == "think"
+        self.shows_reasoning = request.include_reasoning is not False
+        text = generation.prompts[0].text
+        self.samples = [_Sample(Spoken(tools, reasoning, text)) for _ in range(generation.params.n)]
+
+    # ---- as a stream
+
+    def opening(self) -> bytes:
+        return b"".join(
+            self._chunk(ChunkChoice(index, Delta(role=self.role, content=""))) for index in range(len(self.samples))
+        )
+
+    def piece(self, piece: Piece) -> bytes:
+        sample = self.samples[piece.index]
+        parts = sample.spoken.push(piece.text) if piece.text else []
+        if piece.finish is not None:
+            parts += sample.spoken.finish()
+        sample.tokens += piece.tokens
+        sample.likely += piece.likely
+        choices = []
+        for part in parts:
+            sample.add(part)
+            delta = self._delta(sample, part)
+            if delta is not None:
+                choices.append(ChunkChoice(piece.index, delta))
+        if not choices and (piece.finish is not None or piece.likely):
+            choices.append(ChunkChoice(piece.index, Delta(content="")))
+        if not choices:
+            return b""
+        last = choices[-1]
+        if piece.likely:
+            last.logprobs = self._logprobs(piece.tokens, piece.likely)
+        if self.request.return_token_ids:
+            last.token_ids = piece.tokens
+        if piece.finish is not None:
+            sample.ends(piece, self.tools)
+            last.finish_reason = sample.finish
+            if piece.stop is not None:
+                last.stop_reason = piece.stop
+        return b"".join([self._chunk(choice) for choice in choices])
+
+    def closing(self) -> bytes:
+        last = b""
+        if self.usage or self.request.cache_report:
+            chunk = Chunk(self.id, "chat.completion.chunk", self.created, self.model, [])
+            if self.usage:
+                chunk.usage = usage_of(self.generation)
+            if self.request.cache_report:
+                chunk.cache = self.serving.report(self.generation)[0]
+            last = event(chunk)
+        return last + b"data: [DONE]\n\n"
+
+    def failed(self, error: ApiError) -> bytes:
+        return event(error.body) + b"data: [DONE]\n\n"
+
+    def _chunk(self, choice: ChunkChoice) -> bytes:
+        chunk = Chunk(self.id, "chat.completion.chunk", self.created, self.model, [choice])
+        if self.each:
+            chunk.usage = usage_of(self.generation)
+        return event(chunk)
+
+    def _delta(self, sample: _Sample, part: Any) -> Delta | None:
+        if isinstance(part, Content):
+            return Delta(content=part.text)
+        if isinstance(part, Reasoning):
+            return Delta(reasoning_content=part.text) if self.shows_reasoning else None
+        if isinstance(part, CallBegins):
+            call = sample.calls[part.index]
+            function = {"name": part.name, "arguments": ""}
+            return Delta(tool_calls=[{"index": part.index, "id": call["id"], "type": "function", "function": function}])
+        return Delta(tool_calls=[{"index": part.index, "function": {"arguments": part.text}}])
+
+    def _logprobs(self, tokens: list[int], likely: list[Any]) -> Any:
+        return chat_logprobs(tokens, likely, self.request.top_logprobs or 0, self.serving.tokens)
+
+    # ---- in one piece
+
+    def whole(self) -> dict[str, Any]:
+        choices = []
+        for index, sample in enumerate(self.samples):
+            message: dict[str, Any] = {"role": self.role, "content": "".join(sample.content) or None}
+            if not sample.calls and message["content"] is None:
+                message["content"] = ""
+            message["refusal"] = None
+            if sample.reasoning and self.shows_reasoning:
+                message["reasoning_content"] = "".join(sample.reasoning)
+            if sample.calls:
+                message["tool_calls"] = sample.whole_calls()
+            choice: dict[str, Any] = {
+                "index": index,
+                "message": message,
+                "logprobs": self._logprobs(sample.tokens, sample.likely) if self.request.logprobs else None,
+                "finish_reason": sample.finish,
+                "stop_reason": sample.stop,
+            }
+            if self.request.return_token_ids:
+                choice["token_ids"] = sample.tokens
+            choices.append(choice)
+        told: dict[str, Any] = {
+            "id": self.id,
+            "object": "chat.completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            "usage": usage_of(self.generation),
+        }
+        if self.request.return_token_ids:
+            told["prompt_token_ids"] = self.generation.prompts[0].ids.tolist()
+        if self.request.cache_report:
+            told["cache"] = self.serving.report(self.generation)[0]
+        return told
+
+
+class _Sample:
+    """What a sample has said so far."""
+
+    __slots__ = ("calls", "content", "finish", "likely", "reasoning", "spoken", "stop", "tokens")
+
+    def __init__(self, spoken: Spoken) -> None:
+        self.spoken = spoken
+        self.content: list[str] = []
+        self.reasoning: list[str] = []
+        self.calls: list[dict[str, Any]] = []
+        self.tokens: list[int] = []
+        self.likely: list[Any] = []
+        self.finish: str | None = None
+        self.stop: int | str | None = None
+
+    def add(self, part: Any) -> None:
+        if isinstance(part, Content):
+            self.content.append(part.text)
+        elif isinstance(part, Reasoning):
+            self.reasoning.append(part.text)
+        elif isinstance(part, CallBegins):
+            self.calls.append({"id": call_id(), "name": part.name, "arguments": []})
+        elif isinstance(part, CallArguments):
+            self.calls[part.index]["arguments"].append(part.text)
+
+    def ends(self, piece: Piece, tools: Tools) -> None:
+        self.finish, self.stop = piece.finish, piece.stop
+        if self.calls and piece.finish == "stop" and tools.choice.mode != "named":
+            self.finish = "tool_calls"
+
+    def whole_calls(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "id": call["id"],
+                "type": "function",
+                "function": {"name": call["name"], "arguments": "".join(call["arguments"])},
+            }
+            for call in self.calls
+        ]

@@ -1,0 +1,181 @@
+"""One HTTP request, as raw ASGI: its body, its answer in one piece or as a stream of events, and its end.
+
+A stream is written piece by piece as it comes. A client that leaves is seen at once and its request aborted; one that
+reads slowly gets pieces together; one that stops reading is cut off (http_limits.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from .errors import ApiError
+from .generation import Generation, Piece
+from .serving import Caller
+
+Headers = list[tuple[bytes, bytes]]
+_KEEP_ALIVE = b": waiting\n\n"
+_STREAM: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Disconnected(Exception):
+    """The client has left."""
+
+
+class Writer(Protocol):
+    """How an API writes a generation down."""
+
+    def opening(self) -> bytes:
+        """Events before the first piece."""
+
+    def piece(self, piece: Piece) -> bytes:
+        """Events for what has become final; b"" if that shows nothing."""
+
+    def closing(self) -> bytes:
+        """Events behind the last piece."""
+
+    def failed(self, error: ApiError) -> bytes:
+        """Events for a stream that ends with an error."""
+
+    def whole(self) -> Any:
+        """The answer in one piece, after all pieces went through `piece`."""
+
+
+class Call:
+    """A request and its answer."""
+
+    def __init__(self, scope: Any, receive: Any, send: Any, caller: Caller, headers: Headers) -> None:
+        self.scope = scope
+        self.receive = receive
+        self.send = send
+        self.caller = caller
+        self.status = 0
+        self.generation: Generation | None = None  # what runs for it
+        self._headers = headers  # of every answer
+
+    async def body(self) -> bytes:
+        parts = []
+        while True:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise Disconnected
+            if message.get("body"):
+                parts.append(message["body"])
+            if not message.get("more_body"):
+                return b"".join(parts)
+
+    async def answer(
+        self, status: int, body: bytes, kind: bytes = b"application/json", more: Mapping[str, str] | None = None
+    ) -> None:
+        self.status = status
+        given = [(name.lower().encode(), value.encode()) for name, value in (more or {}).items()]
+        headers = [(b"content-type", kind), (b"content-length", b"%d" % len(body)), *given, *self._headers]
+        await self.send({"type": "http.response.start", "status": status, "headers": headers})
+        await self.send({"type": "http.response.body", "body": body})
+
+    async def json(self, value: Any, status: int = 200) -> None:
+        await self.answer(status, msgspec.json.encode(value))
+
+    async def error(self, error: ApiError) -> None:
+        await self.answer(error.status, error.encoded(), more=error.headers)
+
+    async def whole(self, generation: Generation, writer: Writer) -> None:
+        """Wait for all of it, and answer in one piece."""
+        self.generation = generation
+        async with _Watched(self, generation):
+            async for pieces in generation.pieces():
+                for piece in pieces:
+                    writer.piece(piece)
+        if generation.finished == "disconnected":
+            raise Disconnected
+        await self.json(writer.whole())
+
+    async def stream(self, generation: Generation, writer: Writer, keepalive: float) -> None:
+        """Answer as it comes. Nothing is sent before the engine has taken the request: what it refuses is a 4xx."""
+        self.generation = generation
+        async with _Watched(self, generation, keepalive):
+            try:
+                async for pieces in generation.pieces():
+                    if not self.status:
+                        await self._begin(writer)
+                    if not pieces:
+                        await self._write(_KEEP_ALIVE)
+                        continue
+                    for piece in pieces:
+                        event = writer.piece(piece)
+                        if event:
+                            began = time.monotonic()
+                            await self._write(event)
+                            generation.wrote(time.monotonic() - began)
+                if generation.finished == "disconnected":
+                    raise Disconnected
+                if not self.status:
+                    await self._begin(writer)
+                await self._write(writer.closing())
+            except ApiError as error:
+                if not self.status:
+                    raise
+                await self._write(writer.failed(error))
+        await self.send({"type": "http.response.body", "body": b""})
+
+    async def _begin(self, writer: Writer) -> None:
+        self.status = 200
+        await self.send({"type": "http.response.start", "status": 200, "headers": [*_STREAM, *self._headers]})
+        opening = writer.opening()
+        if opening:
+            await self._write(opening)
+
+    async def _write(self, event: bytes) -> None:
+        await self.send({"type": "http.response.body", "body": event, "more_body": True})
+
+
+class _Watched:
+    """While a generation runs: the client's leaving ends it, and long silence is told."""
+
+    def __init__(self, call: Call, generation: Generation, keepalive: float | None = None) -> None:
+        self._call = call
+        self._job = generation.job
+        self._keepalive = keepalive
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> None:
+        self._task = asyncio.ensure_future(self._call.receive())
+        self._task.add_done_callback(lambda _: self._job.leave())
+        if self._keepalive is not None:
+            self._tick()
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await self._task
+
+    def _tick(self) -> None:
+        """Once every so often: if nothing has come since the last time, something is sent all the same."""
+        assert self._keepalive is not None
+        now = time.monotonic()
+        if now - self._job.since >= self._keepalive * 0.9:
+            self._job.idle = True
+            self._job.since = now
+            self._job.wake()
+        self._timer = asyncio.get_running_loop().call_later(self._keepalive, self._tick)
+
+
+def event(value: Any) -> bytes:
+    """One event of a stream, as OpenAI writes them."""
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def named_event(name: str, value: Any) -> bytes:
+    """One event of a stream, as Anthropic and the Responses API write them."""
+    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(value) + b"\n\n"

@@ -1,0 +1,144 @@
+"""What travels between the API process and the engine process: msgpack over two ZMQ sockets of one folder.
+
+    API     Submit, Drop, Ask, Taken   --> engine
+    engine  Progress, Ready, Failed    --> API, at the start
+            Tokens, one for each step  --> API
+            Answer, Alive              --> API
+
+Samples have numbers that the API counts out: those of one request follow each other. Prompts and a step's tokens are
+bytes of int32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from sapwood.engine.params import SamplingParams
+
+from .grammars import GrammarSpec
+
+Likely = dict[int, tuple[float, int]]  # token -> log-probability, and its rank from 1
+
+
+class _Message(msgspec.Struct, array_like=True, tag=True, gc=False):
+    pass
+
+
+# ---- API to engine
+
+
+class Submit(_Message):
+    """A request of `params.n` samples, numbered from `number` on. What only text can tell (stop strings, bad words) is
+    taken out of `params` before."""
+
+    number: int
+    tokens: bytes
+    params: SamplingParams
+    adapter: bytes | None = None
+    reads_cache: bool = True
+    writes_cache: bool = True
+    bad_words: list[tuple[int, ...]] = []
+    grammar: GrammarSpec | None = None
+    arrived: float = 0.0  # on the monotonic clock
+
+
+class Drop(_Message):
+    """These samples are over for the API: nobody wants more of them. `finished`: all that was wanted has come."""
+
+    numbers: list[int]
+    finished: bool
+
+
+class Ask(_Message):
+    """A question that `Answer` answers under the same number."""
+
+    number: int
+    what: str
+    arguments: dict[str, Any]
+
+
+class Taken(_Message):
+    """The API has dispatched all messages up to this step."""
+
+    step: int
+
+
+# ---- engine to API
+
+
+class Progress(_Message):
+    """What the engine does before it is ready."""
+
+    what: str
+
+
+class Ready(_Message):
+    """The engine serves."""
+
+    model: str  # the folder of the model's files
+    vocabulary: int
+    max_model_len: int
+    eos: list[int]
+    page_size: int
+    adapters: dict[str, bytes]  # name -> digest
+    facts: dict[str, Any]  # what was chosen, for logs and metrics
+
+
+class Failed(_Message):
+    """The engine cannot start, and why, for whoever started it."""
+
+    why: str
+
+
+class Begun(_Message):
+    """A sample has its first token: what it was served of its prompt, tokens by tier, and why no more."""
+
+    number: int
+    queued: float  # seconds until it was first computed
+    cached: int
+    host: int
+    store: int
+    shared: int  # while another request computed it
+    reason: str
+    position: int
+
+
+class End(_Message):
+    number: int
+    reason: str  # stop, length, abort, error
+    stop: int | None  # the token that ended it, unless it is the model's own
+    cached: int
+    error: str
+
+
+class Tokens(_Message):
+    """What a step has brought. `ends` hold no tokens: a sample's last token comes in the same message or before."""
+
+    step: int
+    sent: float  # on the monotonic clock
+    numbers: bytes
+    tokens: bytes
+    begun: list[Begun]
+    ends: list[End]
+    likely: dict[int, Likely]
+    prompts: dict[int, list[Likely | None]]  # log-probabilities of prompts
+
+
+class Alive(_Message):
+    """The engine steps, and has nothing to tell."""
+
+
+class Answer(_Message):
+    number: int
+    value: Any
+    error: str
+
+
+ToEngine = Submit | Drop | Ask | Taken
+ToApi = Tokens | Answer | Alive | Progress | Ready | Failed
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_to_api = msgspec.msgpack.Decoder(ToApi).decode

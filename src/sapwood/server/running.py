@@ -1,0 +1,285 @@
+"""A server's life: it listens at once, serves when the engine is ready, and ends cleanly, whatever ends it.
+
+start     listening, /health 503 --> engine loaded --> ready
+SIGTERM   nobody new; who runs may end within --drain-seconds; the rest is cut with an error; exit 0
+again     ends at once
+engine    dead: every stream ends with an error, exit 1; or, with --restart, it is started again
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket as sockets
+import ssl
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import uvicorn
+
+from .app import App
+from .config import ServerConfig
+from .defaults import generation_defaults
+from .engine_side import Settings
+from .http_limits import limited_protocol
+from .link import EngineLink
+from .logs import RequestLog, set_up, status_line
+from .messages import Ready
+from .metrics import Metrics
+from .record import TraceRecorder
+from .serving import Serving
+from .template import find_template
+from .tokens import Tokens
+from .tools import guess_parser
+
+log = logging.getLogger("sapwood")
+_CUT = 2.0  # seconds for streams that are cut to tell so
+_CLOSE = 15.0  # seconds for the engine to write back what it owes a store
+_BACKOFF = (1.0, 2.0, 5.0, 15.0, 60.0)  # seconds before an engine that died is started again
+
+
+async def run(config: ServerConfig, flags: dict[str, Any], factory: str, socket: sockets.socket) -> int:
+    """Until it ends. The status to exit with."""
+    set_up(config.log_format, config.log_level)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    return await _Server(config, flags, factory, socket).run()
+
+
+class _Uvicorn(uvicorn.Server):
+    """Signals are ours."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Server:
+    def __init__(self, config: ServerConfig, flags: dict[str, Any], factory: str, socket: sockets.socket) -> None:
+        self.config = config
+        self.flags = flags
+        self.factory = factory
+        self.socket = socket
+        self.began = time.monotonic()
+        self.link = EngineLink(self._settings, self._engine_died)
+        self.serving = Serving(config, self.link)
+        self.app = App(self.serving, self._render_metrics)
+        self.metrics: Metrics | None = None
+        self.recorder: TraceRecorder | None = None
+        self._stopping = asyncio.Event()
+        self._signals = 0
+        self._status = 0
+        self._deaths = 0
+        self._counts = (0, 0, 0, 0)
+
+    def _settings(self) -> Settings:
+        events = self.config.kv_events_config
+        return Settings(
+            self.factory,
+            self.flags,
+            os.getpid(),
+            self.config.log_level.upper(),
+            None if events is None else msgspec.json.decode(events),
+        )
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for each in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(each, self._signal, each)
+        server = _Uvicorn(self._uvicorn())
+        serving = asyncio.create_task(server.serve(sockets=[self.socket]))
+        self._say_where()
+        starting = asyncio.create_task(self._start())
+        status = asyncio.create_task(self._say_status())
+        await asyncio.wait([asyncio.create_task(self._stopping.wait()), serving], return_when=asyncio.FIRST_COMPLETED)
+        for task in (starting, status):
+            task.cancel()
+        await self._drain()
+        server.should_exit = True
+        server.force_exit = True
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+        await self.link.close(_CLOSE)
+        if self.recorder is not None:
+            self.recorder.close()
+        return self._status
+
+    def _uvicorn(self) -> uvicorn.Config:
+        config = self.config
+        return uvicorn.Config(
+            self.app,
+            http=limited_protocol(config.http_limits),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            timeout_keep_alive=75,
+            ssl_keyfile=config.ssl_keyfile,
+            ssl_certfile=config.ssl_certfile,
+            ssl_ca_certs=config.ssl_ca_certs,
+            ssl_keyfile_password=config.ssl_keyfile_password,
+            ssl_cert_reqs=ssl.CERT_REQUIRED if config.ssl_ca_certs else ssl.CERT_NONE,
+        )
+
+    # ---- the start
+
+    async def _start(self) -> None:
+        try:
+            ready = await self.link.start()
+            await self._is_ready(ready)
+        except ValueError as problem:
+            log.error("sapwood serve: %s", problem)
+            self._end(1)
+        except Exception:
+            log.exception("the server cannot start")
+            self._end(1)
+
+    async def _is_ready(self, ready: Ready) -> None:
+        serving, config = self.serving, self.config
+        path = ready.facts.get("tokenizer")
+        loaded = time.monotonic()
+        if path is not None:
+            loop = asyncio.get_running_loop()
+            serving.tokens = await loop.run_in_executor(None, Tokens, path)
+            serving.template = find_template(ready.model, config.chat_template)
+        if not serving.names:
+            serving.names.append(self._name(ready))
+        serving.defaults = generation_defaults(ready.model, config.generation_config)
+        parser = config.tool_call_parser
+        guessed = guess_parser(serving.template.text) if serving.template is not None else None
+        serving.tool_parser = (guessed or "hermes") if parser == "auto" else None if parser == "none" else parser
+        serving.adapters.update(ready.adapters)
+        for module in config.lora_modules:
+            name, _, where = module.partition("=")
+            serving.adapters[name] = await self.link.ask("load_adapter", name=name, path=where)
+            serving.paths[name] = where
+        self.metrics = Metrics(serving.names[0], ready.facts)
+        self.app.watchers = [self.metrics.finished, RequestLog().finished]
+        if config.record_trace is not None:
+            self.recorder = self.recorder or TraceRecorder(config.record_trace, config.record_trace_bytes, None)
+            self.app.watchers.append(self.recorder.finished)
+        self._say_ready(ready, loaded)
+
+    def _name(self, ready: Ready) -> str:
+        asked = self.flags.get("model")
+        return asked or ready.facts.get("name") or "default"
+
+    def _say_where(self) -> None:
+        config = self.config
+        where = config.uds or self._url()
+        log.info("listening on %s; not ready before the model is loaded", where)
+        if config.uds is None and not config.keys and config.host not in ("127.0.0.1", "localhost", "::1"):
+            log.warning(
+                "listening on %s without an API key: whoever reaches this port may use the model (--api-key)",
+                config.host,
+            )
+
+    def _url(self) -> str:
+        host, port = self.socket.getsockname()[:2] if self.config.uds is None else ("", 0)
+        scheme = "https" if self.config.ssl_certfile else "http"
+        return f"{scheme}://{f'[{host}]' if ':' in str(host) else host}:{port}"
+
+    def _say_ready(self, ready: Ready, loaded: float) -> None:
+        for line in ready.facts.get("told", ()):
+            log.info("cache: %s", line)
+        store = self.flags.get("store")
+        log.info("store: %s", store or "none")
+        seconds = ", ".join(f"{what} {spent:.1f}" for what, spent in self.link.spent.items() if spent >= 0.05)
+        log.info(
+            "ready in %.1f s (%s, tokenizer %.1f): %s, %s tokens of context",
+            time.monotonic() - self.began,
+            seconds,
+            time.monotonic() - loaded,
+            self.serving.names[0],
+            f"{ready.max_model_len:,}",
+        )
+        if self.config.uds is None:
+            key = ' -H "Authorization: Bearer $SAPWOOD_API_KEY"' if self.config.keys else ""
+            log.info(
+                "try:\n\n  curl %s/v1/chat/completions%s -H 'Content-Type: application/json' \\\n"
+                '    -d \'{"messages": [{"role": "user", "content": "What is a prefix tree?"}], "max_tokens": 60}\'\n\n'
+                "  sapwood chat --url %s\n",
+                self._url(),
+                key,
+                self._url(),
+            )
+
+    # ---- the end
+
+    def _signal(self, which: signal.Signals) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            log.warning("%s again: ending at once", which.name)
+            self.link.kill()
+            os._exit(130 if which == signal.SIGINT else 143)
+        log.info("%s: no new requests; %d may end within %.0f s", which.name, self.app.live, self.config.drain_seconds)
+        self._end(0)
+
+    def _end(self, status: int) -> None:
+        self._status = status
+        self.serving.draining = True
+        self._stopping.set()
+
+    async def _drain(self) -> None:
+        """Let those who run end; then tell the rest that they will not."""
+        if self.link.down is None:
+            until = time.monotonic() + self.config.drain_seconds
+            while self.app.live and time.monotonic() < until:
+                await asyncio.sleep(0.02)
+            self.link.cut("the server is stopping")
+        until = time.monotonic() + _CUT
+        while self.app.live and time.monotonic() < until:
+            await asyncio.sleep(0.01)
+
+    def _engine_died(self, why: str) -> None:
+        log.error("%s", why)
+        if self.config.restart and not self._stopping.is_set():
+            asyncio.get_running_loop().create_task(self._restart())
+        else:
+            self._end(1)
+
+    async def _restart(self) -> None:
+        wait = _BACKOFF[min(self._deaths, len(_BACKOFF) - 1)]
+        self._deaths += 1
+        log.info("starting the engine again in %.0f s", wait)
+        await asyncio.sleep(wait)
+        self.serving.adapters.clear()
+        try:
+            await self._is_ready(await self.link.start())
+        except ValueError as problem:
+            log.error("%s", problem)
+            if not self._stopping.is_set():
+                await self._restart()
+
+    # ---- figures
+
+    async def _render_metrics(self) -> bytes:
+        assert self.metrics is not None
+        stats = None
+        with contextlib.suppress(Exception):
+            stats = await asyncio.wait_for(self.link.ask("stats"), 2.0)
+        waiting = self.link.waiting
+        return self.metrics.render(stats, len(self.link.lanes) - waiting, waiting)
+
+    async def _say_status(self) -> None:
+        every = self.config.status_seconds
+        if not every:
+            return
+        quiet = True
+        while True:
+            await asyncio.sleep(every)
+            busy = bool(self.link.lanes)
+            if self.link.ready is None or self.link.down is not None or (quiet and not busy):
+                continue
+            quiet = not busy
+            with contextlib.suppress(Exception):
+                stats = await self.link.ask("stats")
+                waiting = self.link.waiting
+                running = len(self.link.lanes) - waiting
+                log.info("%s", status_line(stats, running, waiting, every))

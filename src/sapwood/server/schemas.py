@@ -1,0 +1,216 @@
+"""What clients send, field by field. What is not named here is accepted and ignored; what would change the
+answer and is not there is refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from .errors import ApiError, unsupported
+
+Text = Annotated[str, Meta(max_length=32 << 20)]
+Name = Annotated[str, Meta(min_length=1, max_length=512)]
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Strings = list[Annotated[str, Meta(max_length=1 << 20)]]
+
+
+class StreamOptions(Struct, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class ResponseFormat(Struct, kw_only=True):
+    type: str
+    json_schema: dict[str, Any] | None = None
+    grammar: Text | None = None
+
+
+class StructuredOutputs(Struct, kw_only=True):
+    """vLLM's. One of them."""
+
+    json: dict[str, Any] | Text | bool | None = None
+    json_object: bool | None = None
+    regex: Text | None = None
+    choice: Strings | None = None
+    grammar: Text | None = None
+
+
+class Sampling(Struct, kw_only=True):
+    """What chat completions and completions share."""
+
+    model: Name | None = None
+    max_tokens: Count | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: Text | Strings | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: Strings | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Count | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | Text | None = None
+    guided_regex: Text | None = None
+    guided_choice: Strings | None = None
+    guided_grammar: Text | None = None
+    return_token_ids: bool | None = None
+    request_id: Annotated[str, Meta(max_length=256)] | None = None
+    # the cache
+    cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
+    cache_prompt: bool | None = None
+    cache_report: bool | None = None
+    prompt_cache_key: Annotated[str, Meta(max_length=1024)] | None = None
+    # what this server does not have
+    logits_processors: Any = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    best_of: int | None = None
+    kv_transfer_params: Any = None
+
+
+class ChatRequest(Sampling, kw_only=True):
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=4096)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    echo: bool | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
+    documents: list[dict[str, Any]] | None = None
+    # what this server does not have
+    chat_template: Text | None = None
+    functions: Any = None
+    function_call: Any = None
+    audio: Any = None
+    modalities: list[str] | None = None
+    prediction: Any = None
+    web_search_options: Any = None
+    verbosity: Any = None
+
+
+class CompletionRequest(Sampling, kw_only=True):
+    prompt: Text | list[int] | list[Text | list[int]]
+    echo: bool | None = None
+    logprobs: int | bool | None = None
+    add_special_tokens: bool | None = None
+    # what this server does not have
+    suffix: Text | None = None
+    prompt_embeds: Any = None
+
+
+class TokenizeRequest(Struct, kw_only=True):
+    """A text, or a conversation."""
+
+    model: Name | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[dict[str, Any]], Meta(max_length=4096)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    model: Name | None = None
+    tokens: Annotated[list[int], Meta(max_length=4 << 20)]
+
+
+class LoadAdapter(Struct, kw_only=True):
+    lora_name: Name
+    lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
+
+
+class UnloadAdapter(Struct, kw_only=True):
+    lora_name: Name
+
+
+class ExplainRequest(Struct, kw_only=True):
+    """A prompt, token ids or a conversation, as a request would send it."""
+
+    model: Name | None = None
+    prompt: Text | list[int] | None = None
+    messages: Annotated[list[dict[str, Any]], Meta(max_length=4096)] | None = None
+    add_special_tokens: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
+
+
+_UNSUPPORTED = {
+    "logits_processors": "no code of a client is run",
+    "use_beam_search": "there is no beam search",
+    "length_penalty": "there is no beam search",
+    "kv_transfer_params": "prefill and decode run in one server",
+    "chat_template": "templates come from the model or from --chat-template",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "audio": "this server reads and writes text",
+    "prediction": "there are no predicted outputs",
+    "web_search_options": "this server searches nothing",
+    "verbosity": "the model's own template decides about that",
+    "suffix": "there is no filling in between",
+    "prompt_embeds": "prompts are text or token ids",
+}
+
+
+T = TypeVar("T")
+_decoders: dict[type, msgspec.json.Decoder[Any]] = {}
+
+
+def parse(body: bytes, kind: type[T]) -> T:
+    """A request, or the 400 that says what is wrong with it."""
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        decoder = _decoders[kind] = msgspec.json.Decoder(kind)
+    try:
+        request: T = decoder.decode(body)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$")
+        raise ApiError(
+            400,
+            f"{path.rstrip('`').lstrip('.') or 'the body'}: {message}",
+            "invalid_type",
+            path.rstrip("`").lstrip(".") or None,
+        ) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}", "invalid_json") from None
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply", "invalid_json") from None
+    for field, why in _UNSUPPORTED.items():
+        if getattr(request, field, None) not in (None, False, [], ""):
+            raise unsupported(field, why)
+    if getattr(request, "best_of", None) not in (None, 1, getattr(request, "n", None) or 1):
+        raise unsupported("best_of", "every sample is returned: use n")
+    if getattr(request, "modalities", None) not in (None, ["text"]):
+        raise unsupported("modalities", "this server reads and writes text")
+    if isinstance(request, ChatRequest) and request.echo:
+        raise unsupported("echo", "it is for completions")
+    return request

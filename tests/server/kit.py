@@ -1,0 +1,181 @@
+"""Servers for tests: `sapwood serve` as a process, with the paced engine or a real model, and a small HTTP client."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sapwood.engine.default_model import default_model
+
+
+def model_folder() -> Path:
+    return default_model()
+
+
+def paced_flags(**flags: Any) -> list[str]:
+    """Arguments of a server whose engine computes nothing."""
+    folder = str(model_folder())
+    given = {"step_ms": 1, "tokenizer": f"{folder}/tokenizer.json", "folder": folder, "max_model_len": 20000, **flags}
+    return ["--factory", "sapwood.bench.paced:paced", "--factory-flags", json.dumps(given)]
+
+
+class Running:
+    """A server process. Its log is in `lines`."""
+
+    def __init__(self, *arguments: str, environment: dict[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "sapwood", "serve", "--port", "0", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(environment or {})},
+            start_new_session=True,
+        )
+        self.lines: list[str] = []
+        self._changed = threading.Condition()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._changed:
+                self.lines.append(line.decode(errors="replace").rstrip("\n"))
+                self._changed.notify_all()
+        with self._changed:
+            self._changed.notify_all()
+
+    def said(self, pattern: str, seconds: float = 120.0) -> re.Match[str]:
+        """The first line of the log that matches; waits for it."""
+        until = time.monotonic() + seconds
+        with self._changed:
+            while True:
+                for line in self.lines:
+                    if found := re.search(pattern, line):
+                        return found
+                left = until - time.monotonic()
+                if left <= 0 or (self.process.poll() is not None and not self._changed.wait(0.2)):
+                    raise AssertionError(f"{pattern!r} was not said:\n" + "\n".join(self.lines[-50:]))
+                self._changed.wait(min(left, 0.2))
+
+    @property
+    def port(self) -> int:
+        return int(self.said(r"listening on https?://[^ ]*:(\d+)")[1])
+
+    def ready(self) -> Running:
+        self.said(r"ready in ")
+        return self
+
+    def engine(self) -> int:
+        """The process of the engine."""
+        found = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(self.process.pid)], capture_output=True, text=True)
+        for line in found.stdout.splitlines():
+            if "engine_side" in line:
+                return int(line.split()[0])
+        raise AssertionError("there is no engine process")
+
+    def request(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, seconds: float = 60.0
+    ) -> Answer:
+        """One request on a connection of its own."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)
+        raw = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        try:
+            connection.request(method, path, raw, {"Content-Type": "application/json", **(headers or {})})
+            response = connection.getresponse()
+            return Answer(response.status, dict(response.getheaders()), response.read())
+        finally:
+            connection.close()
+
+    def get(self, path: str, **more: Any) -> Answer:
+        return self.request("GET", path, **more)
+
+    def post(self, path: str, body: Any, **more: Any) -> Answer:
+        return self.request("POST", path, body, **more)
+
+    def stream(self, path: str, body: Any, headers: dict[str, str] | None = None) -> Stream:
+        return Stream(self.port, path, {"stream": True, **body}, headers or {})
+
+    def stop(self, signal_: int = signal.SIGTERM, seconds: float = 40.0) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(signal_)
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+class Answer:
+    def __init__(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        self.status = status
+        self.headers = {name.lower(): value for name, value in headers.items()}
+        self.body = body
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        return self.json["error"]
+
+
+class Stream:
+    """A stream of events, read as it comes."""
+
+    def __init__(self, port: int, path: str, body: Any, headers: dict[str, str]) -> None:
+        self.connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        self.connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json", **headers})
+        self.response = self.connection.getresponse()
+        self.status = self.response.status
+        self.comments = 0
+
+    def events(self) -> Iterator[Any]:
+        """Each event; "[DONE]" as it is."""
+        for line in self.response:
+            if line.startswith(b":"):
+                self.comments += 1
+            if line.startswith(b"data: "):
+                text = line[6:].decode().strip()
+                yield text if text == "[DONE]" else json.loads(text)
+
+    def text(self) -> str:
+        found = []
+        for event in self.events():
+            if event != "[DONE]" and event.get("choices"):
+                choice = event["choices"][0]
+                found.append(choice.get("text") or choice.get("delta", {}).get("content") or "")
+        return "".join(found)
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+def until(condition: Any, seconds: float = 20.0) -> Any:
+    """What `condition` says once it is true."""
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, "it did not become true"
+        time.sleep(0.01)
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
