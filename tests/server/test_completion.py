@@ -15,12 +15,12 @@ from sapwood.server import completion
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
-    """Those of all commands; a serve with the engine's options if there is none yet."""
+    """Those of all commands; `serve` is a made-up one with the engine's options."""
     serve = argparse.ArgumentParser()
     serve.add_argument("--served-model-name", help='it\'s 100%% "free" $HOME `x`')
     serve.add_argument("--uvicorn-log-level", choices=["debug", "info"])
     add_engine_arguments(serve)
-    return {"serve": serve, **cli.parsers()}
+    return {**cli.parsers(), "serve": serve}
 
 
 def offers(line: str) -> list[str]:
@@ -39,7 +39,7 @@ def offers(line: str) -> list[str]:
 def test_bash_takes_the_script():
     """It is valid, and it tells bash about `sapwood`.
 
-    Mutation: `_quoted` leaves quotes as they are; the `complete` line is missing.
+    Mutation: `bash` leaves the last line out; `_any` puts spaces between its patterns.
     """
     script = completion.bash(completion.tree_of(parsers()))
     done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
@@ -87,16 +87,21 @@ def test_options_that_are_hidden_are_not_offered():
 def test_other_shells(shell, capsys):
     """Every option of every command is in the script, and the shell reads it, where there is one.
 
-    Mutation: `_fish_line` does not quote what help says; `zsh` leaves options out.
+    Mutation: `_fish_line` or `_quoted` leaves quotes as they are; `zsh` leaves options out.
     """
     tree = completion.tree_of(parsers())
     script = completion.SHELLS[shell](tree)
+    assert {"zsh": "it'\\''s 100% ", "fish": "it\\'s 100% "}[shell] in script
     for words in tree.values():
         for word in words:
             assert word.name.lstrip("-") in script
     if shutil.which(shell):
         done = subprocess.run([shell, "-n", "/dev/stdin"], input=script, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")
+    if shell == "fish" and shutil.which(shell):
+        asks = f"{script}\ncomplete -C 'sapwood ser'; complete -C 'sapwood bench serve --dataset-name sh'"
+        done = subprocess.run([shell], input=asks, capture_output=True, text=True, check=True)
+        assert [line.split("\t")[0] for line in done.stdout.splitlines()] == ["serve", "shared-prefix"]
     assert cli.main(["completion", shell]) == 0
     assert "sapwood" in capsys.readouterr().out
 
