@@ -1,0 +1,284 @@
+"""Anthropic's Messages API: POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from .anthropic_blocks import chat_choice, chat_messages, chat_tools
+from .blocks import Block, Blocks, Closed, Opened, Step
+from .conversation import begin, in_words_of, prompt_of, refuse, written_to_cache
+from .errors import ApiError, bad, unsupported
+from .generation import Generation, Piece, Prompt
+from .http import Call, named_event
+from .schemas import Count, ResponseFormat, Sampling, Strings, Text, parse
+from .serving import Serving
+from .spoken import Spoken, Tools, read_tools
+
+_WORDS = {
+    r"\bresponse_format\b": "output_config.format",
+    r"^stop\b": "stop_sequences",
+    r"\.function\.parameters\b": ".input_schema",
+    r"\.function\b": "",
+    r"^prompt\b": "messages",
+}
+_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class Thinking(Struct, kw_only=True):
+    """`budget_tokens` is taken and changes nothing: a model thinks as long as it does, within max_tokens."""
+
+    type: Annotated[str, Meta(max_length=32)]
+    budget_tokens: Count | None = None
+    display: Annotated[str, Meta(max_length=32)] | None = None
+
+
+class OutputConfig(Struct, kw_only=True):
+    effort: Annotated[str, Meta(max_length=32)] | None = None
+    format: dict[str, Any] | None = None
+
+
+class CountRequest(Sampling, kw_only=True):
+    """What makes a prompt."""
+
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=4096)]
+    system: Text | Annotated[list[dict[str, Any]], Meta(max_length=4096)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # what this server does not have
+    container: Any = None
+    context_management: Any = None
+    mcp_servers: Any = None
+
+
+class MessagesRequest(CountRequest, kw_only=True):
+    max_tokens: Count
+    stop_sequences: Strings | None = None
+
+
+_UNSUPPORTED = {
+    "container": "no code is run here",
+    "context_management": "nothing is left out of a conversation",
+    "mcp_servers": "this server calls no others",
+    "stop": "use stop_sequences",
+    "response_format": "use output_config.format",
+}
+
+
+def anthropic_error(error: ApiError) -> bytes:
+    """An error as Anthropic's clients read it."""
+    return msgspec.json.encode(_error(error))
+
+
+def _error(error: ApiError) -> dict[str, Any]:
+    kind = _ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+async def messages(serving: Serving, call: Call) -> Generation:
+    request = parse(await call.body(), MessagesRequest)
+    model = serving.model(request.model)
+    with in_words_of(_WORDS):
+        prompt, tools = await _prompt(serving, request)
+        request.stop, request.response_format = request.stop_sequences, _format(request)
+        asked: int | None = request.max_tokens
+        if asked and len(prompt.ids) + asked > serving.limit:
+            asked = None  # a model whose context ends sooner says so in its stop_reason
+        generation = await begin(serving, call, request, model, prompt, tools, max_tokens=asked, logprobs=None)
+    writer = MessagesWriter(serving, request, generation, tools)
+    if request.stream:
+        await call.stream(generation, writer, serving.config.keepalive_seconds)
+    else:
+        await call.whole(generation, writer)
+    return generation
+
+
+async def count_tokens(serving: Serving, call: Call) -> None:
+    request = parse(await call.body(), CountRequest)
+    serving.model(request.model)
+    with in_words_of(_WORDS):
+        prompt, _ = await _prompt(serving, request)
+    await call.json({"input_tokens": len(prompt.ids)})
+
+
+async def _prompt(serving: Serving, request: CountRequest) -> tuple[Prompt, Tools]:
+    refuse(request, _UNSUPPORTED)
+    tools = read_tools(chat_tools(request.tools), chat_choice(request.tool_choice), serving.tool_parser)
+    made = chat_messages(request.system, request.messages)
+    last = made[-1]
+    goes_on = last["role"] == "assistant"
+    if goes_on and ("tool_calls" in last or not last["content"].strip()):
+        path = f"messages[{len(request.messages) - 1}].content"
+        raise bad(path, f"{path} must be text for the answer to go on from, or a message of the user must follow")
+    return await prompt_of(serving, request, made, tools, _template(request), goes_on), tools
+
+
+def _template(request: CountRequest) -> dict[str, Any]:
+    template = dict(request.chat_template_kwargs or {})
+    thinking = request.thinking
+    if thinking is not None:
+        if thinking.type not in ("enabled", "adaptive", "disabled"):
+            raise unsupported("thinking.type", f"it must be enabled, adaptive or disabled, got {thinking.type!r:.60}")
+        if thinking.display not in (None, "summarized"):
+            raise unsupported("thinking.display", "thinking is told as it is")
+        if thinking.type != "adaptive":
+            template.setdefault("enable_thinking", thinking.type == "enabled")
+    if request.output_config is not None and request.output_config.effort is not None:
+        template.setdefault("reasoning_effort", request.output_config.effort)
+    return template
+
+
+def _format(request: CountRequest) -> ResponseFormat | None:
+    given = None if request.output_config is None else request.output_config.format
+    if given is None:
+        return None
+    if given.get("type") != "json_schema":
+        raise unsupported("output_config.format.type", f"it must be json_schema, got {given.get('type')!r:.60}")
+    schema = given.get("schema")
+    if not isinstance(schema, dict):
+        raise bad(
+            "output_config.format.schema", f"output_config.format.schema must be a JSON schema, got {schema!r:.60}"
+        )
+    return ResponseFormat(type="json_schema", json_schema={"schema": schema})
+
+
+# ---- the answer
+
+
+class Delta(Struct):
+    """The one event that comes with every token."""
+
+    type: str
+    index: int
+    delta: dict[str, str]
+
+
+_DELTAS = {"reasoning": ("thinking_delta", "thinking"), "text": ("text_delta", "text")}
+_CALL_DELTA = ("input_json_delta", "partial_json")
+
+
+class MessagesWriter:
+    def __init__(self, serving: Serving, request: MessagesRequest, generation: Generation, tools: Tools) -> None:
+        self.serving = serving
+        self.request = request
+        self.generation = generation
+        self.id = f"msg_{secrets.token_hex(12)}"
+        reasoning = serving.config.reasoning_parser == "think"
+        if request.thinking is not None:
+            reasoning = reasoning or request.thinking.type != "disabled"
+        self.blocks = Blocks(Spoken(tools, reasoning, generation.prompts[0].text), serving.tool_parser)
+        self.finish: str | None = None
+        self.stop: int | str | None = None
+
+    # ---- as a stream
+
+    def opening(self) -> bytes:
+        start = {"type": "message_start", "message": self._message()}
+        return named_event("message_start", start) + named_event("ping", {"type": "ping"})
+
+    def piece(self, piece: Piece) -> bytes:
+        steps = self.blocks.push(piece)
+        if piece.finish is not None:
+            self.finish, self.stop = piece.finish, piece.stop
+            steps += self.blocks.close()
+        return b"".join([self._step(step) for step in steps])
+
+    def closing(self) -> bytes:
+        delta: dict[str, Any] = {"type": "message_delta", "delta": self._stopped(), "usage": self._usage()}
+        if self.request.cache_report:
+            delta["cache"] = self.serving.report(self.generation)[0]
+        return named_event("message_delta", delta) + named_event("message_stop", {"type": "message_stop"})
+
+    def failed(self, error: ApiError) -> bytes:
+        return named_event("error", _error(error))
+
+    def _step(self, step: Step) -> bytes:
+        index = step.block.index
+        if isinstance(step, Opened):
+            name = "content_block_start"
+            return named_event(name, {"type": name, "index": index, "content_block": _begun(step.block)})
+        if isinstance(step, Closed):
+            return named_event("content_block_stop", {"type": "content_block_stop", "index": index})
+        kind, field = _DELTAS.get(step.block.kind, _CALL_DELTA)
+        delta = {"type": kind, field: step.text}
+        return named_event("content_block_delta", Delta("content_block_delta", index, delta))
+
+    # ---- in one piece
+
+    def whole(self) -> dict[str, Any]:
+        told = self._message()
+        if self.request.cache_report:
+            told["cache"] = self.serving.report(self.generation)[0]
+        return told
+
+    def _message(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.generation.model.name,
+            "content": [_whole(block) for block in self.blocks.all],
+            **self._stopped(),
+            "usage": self._usage(),
+        }
+
+    def _stopped(self) -> dict[str, Any]:
+        reason = None
+        if self.finish == "length":
+            left = self.generation.params.max_tokens is None
+            reason = "model_context_window_exceeded" if left else "max_tokens"
+        elif isinstance(self.stop, str):
+            reason = "stop_sequence"
+        elif self.finish is not None:
+            reason = "tool_use" if self.blocks.called else "end_turn"
+        return {"stop_reason": reason, "stop_sequence": self.stop if reason == "stop_sequence" else None}
+
+    def _usage(self) -> dict[str, Any]:
+        """The three numbers of the prompt do not overlap: read from the cache, written to it, and neither."""
+        prompt, completion, cached = self.generation.usage
+        written = written_to_cache(self.serving, self.request, self.generation)
+        return {
+            "input_tokens": prompt - cached - written,
+            "cache_creation_input_tokens": written,
+            "cache_read_input_tokens": cached,
+            "output_tokens": completion,
+        }
+
+
+def _begun(block: Block) -> dict[str, Any]:
+    if block.kind == "call":
+        return {"type": "tool_use", "id": block.call, "name": block.name, "input": {}}
+    return _whole(block)
+
+
+def _whole(block: Block) -> dict[str, Any]:
+    if block.kind == "text":
+        return {"type": "text", "text": block.text}
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    return {"type": "tool_use", "id": block.call, "name": block.name, "input": _input(block.text)}
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """Arguments that are no JSON, because they were cut off, must not look like good ones."""
+    try:
+        found = msgspec.json.decode(arguments or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else {"INVALID_JSON": arguments}

@@ -1,0 +1,94 @@
+"""What the Responses API and Anthropic's share on the way in: messages, parameters and tools, found in a request of
+theirs, become a generation as those of a chat completion do, and what is wrong with them is told in their words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from .errors import ApiError, bad, unsupported
+from .generation import Generation, Model, Prompt
+from .http import Call
+from .schemas import Sampling
+from .serving import Serving
+from .spoken import Tools, told_of_tools
+
+MOST_MESSAGES = 4096
+_OF_OTHER_APIS = {
+    "n": "a request has one answer",
+    "prompt_logprobs": "use /v1/completions",
+    "return_token_ids": "use /v1/chat/completions",
+}
+
+
+async def prompt_of(
+    serving: Serving,
+    request: Sampling,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Tools,
+    template: Mapping[str, Any],
+    continue_final_message: bool = False,
+) -> Prompt:
+    """The prompt that the chat template makes of messages. `template`: what else it is told."""
+    if len(messages) > MOST_MESSAGES:
+        raise bad("messages", f"a conversation may have {MOST_MESSAGES} messages, got {len(messages)}")
+    known = "" if serving.template is None else serving.template.text
+    if "developer" not in known:
+        messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
+    if tools.shown and known and "tools" not in known:
+        messages = told_of_tools(messages, tools.shown)
+    prompt = await serving.conversation(
+        messages, tools=tools.shown, continue_final_message=continue_final_message, more=template
+    )
+    return serving.truncated(request, [prompt])[0]
+
+
+async def begin(
+    serving: Serving,
+    call: Call,
+    request: Sampling,
+    model: Model,
+    prompt: Prompt,
+    tools: Tools,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+) -> Generation:
+    params = serving.params(request, call.caller, max_tokens=max_tokens, logprobs=logprobs)
+    grammar = serving.grammar(request)
+    if tools.grammar is not None:
+        if grammar is not None:
+            raise bad("tool_choice", "a call that is demanded and response_format cannot be had together")
+        grammar = serving.checked_grammar(tools.grammar)
+    return await serving.begin([prompt], params, request, model, grammar)
+
+
+def refuse(request: Sampling, why: Mapping[str, str]) -> None:
+    """Fields that chat completions have and this API does not: what would change the answer is not passed over."""
+    for field, reason in {**_OF_OTHER_APIS, **why}.items():
+        if getattr(request, field) not in (None, False, [], "") and (field != "n" or request.n != 1):
+            raise unsupported(field, reason)
+
+
+@contextmanager
+def in_words_of(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors name fields as the request has them. `names`: patterns of our names -> theirs."""
+    try:
+        yield
+    except ApiError as error:
+        message, param = error.message, error.param
+        for ours, theirs in names.items():
+            message = re.sub(ours, theirs, message)
+            param = None if param is None else re.sub(ours, theirs, param)
+        raise ApiError(error.status, message, error.code, param, error.headers) from None
+
+
+def written_to_cache(serving: Serving, request: Sampling, generation: Generation) -> int:
+    """Tokens of the prompt that were computed and are whole pages, which the cache keeps for the next request."""
+    if request.cache_prompt is False or serving.link.ready is None:
+        return 0
+    prompt, _, cached = generation.usage
+    page = serving.link.ready.page_size
+    return max(0, prompt // page * page - cached)

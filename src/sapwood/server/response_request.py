@@ -1,0 +1,98 @@
+"""What a client of the Responses API sends, field by field, and what of it this server does not have."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+from .conversation import refuse
+from .errors import bad, unsupported
+from .schemas import Count, Name, ResponseFormat, Sampling, Text
+
+_MOST_TOP = 20
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")  # the second changes nothing: reasoning is told in the clear
+
+
+class TextConfig(Struct, kw_only=True):
+    format: dict[str, Any] | None = None
+    verbosity: Annotated[str, Meta(max_length=32)] | None = None
+
+
+class ReasoningConfig(Struct, kw_only=True):
+    effort: Annotated[str, Meta(max_length=32)] | None = None
+    summary: Annotated[str, Meta(max_length=32)] | None = None
+
+
+class ResponsesRequest(Sampling, kw_only=True):
+    input: Text | Annotated[list[dict[str, Any]], Meta(max_length=4096)]
+    instructions: Text | None = None
+    previous_response_id: Name | None = None
+    store: bool | None = None
+    max_output_tokens: Count | None = None
+    top_logprobs: int | None = None
+    include: Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=32)] | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Annotated[str, Meta(max_length=64)] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    metadata: (
+        Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
+        | None
+    ) = None
+    truncation: Annotated[str, Meta(max_length=32)] | None = None
+    # what this server does not have
+    background: bool | None = None
+    conversation: Any = None
+    prompt: Any = None
+    context_management: Any = None
+    moderation: Any = None
+
+
+_UNSUPPORTED = {
+    "background": "a response is made while its client waits",
+    "conversation": "use previous_response_id",
+    "prompt": "there are no prompt templates here: send input",
+    "context_management": "nothing is left out of a conversation",
+    "moderation": "nothing is moderated here",
+    "max_tokens": "use max_output_tokens",
+    "response_format": "use text.format",
+}
+
+
+def check(request: ResponsesRequest) -> None:
+    """What would change the answer and is not there is refused by name."""
+    refuse(request, _UNSUPPORTED)
+    if request.truncation not in (None, "disabled"):
+        raise unsupported("truncation", f'it must be "disabled": nothing is left out, got {request.truncation!r:.60}')
+    for name in request.include or ():
+        if name not in _INCLUDED:
+            raise unsupported("include", f"it may have {' and '.join(_INCLUDED)}, got {name!r:.60}")
+    if request.text is not None and request.text.verbosity not in (None, "medium"):
+        raise unsupported("text.verbosity", "the model's own template decides about that")
+    if request.reasoning is not None and request.reasoning.summary not in (None, "auto"):
+        raise unsupported("reasoning.summary", "reasoning is told as it is")
+
+
+def format_of(request: ResponsesRequest) -> ResponseFormat | None:
+    """`text.format`, as chat completions have it."""
+    given = None if request.text is None else request.text.format
+    if given is None:
+        return None
+    kind = given.get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise unsupported("text.format.type", f"it must be text, json_object or json_schema, got {kind!r:.60}")
+    if kind == "json_schema" and not isinstance(given.get("schema"), dict):
+        raise bad("text.format.schema", f"text.format.schema must be a JSON schema, got {given.get('schema')!r:.60}")
+    return ResponseFormat(type=kind, json_schema={"schema": given["schema"]} if kind == "json_schema" else None)
+
+
+def logprobs_of(request: ResponsesRequest) -> int | None:
+    """How many of the likeliest tokens are told with each; None: no log-probabilities."""
+    top = request.top_logprobs or 0
+    if not 0 <= top <= _MOST_TOP:
+        raise bad("top_logprobs", f"top_logprobs must be from 0 to {_MOST_TOP}, got {top}")
+    return top if top or _LOGPROBS in (request.include or ()) else None
