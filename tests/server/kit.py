@@ -76,7 +76,9 @@ class Running:
 
     def engine(self) -> int:
         """The process of the engine."""
-        found = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(self.process.pid)], capture_output=True, text=True)
+        found = subprocess.run(
+            ["ps", "-o", "pid=,args=", "--ppid", str(self.process.pid)], capture_output=True, text=True
+        )
         for line in found.stdout.splitlines():
             if "engine_side" in line:
                 return int(line.split()[0])
@@ -103,6 +105,9 @@ class Running:
 
     def stream(self, path: str, body: Any, headers: dict[str, str] | None = None) -> Stream:
         return Stream(self.port, path, {"stream": True, **body}, headers or {})
+
+    def stream_later(self, path: str, body: Any) -> Later:
+        return Later(self, path, body)
 
     def stop(self, signal_: int = signal.SIGTERM, seconds: float = 40.0) -> int:
         if self.process.poll() is None:
@@ -163,6 +168,19 @@ class Stream:
 
     def close(self) -> None:
         self.connection.close()
+
+
+class Later:
+    """A request that is sent now, and whose answer is awaited later."""
+
+    def __init__(self, server: Running, path: str, body: Any) -> None:
+        self._found: list[Answer] = []
+        self._thread = threading.Thread(target=lambda: self._found.append(server.post(path, body)), daemon=True)
+        self._thread.start()
+
+    def answer(self) -> Answer:
+        self._thread.join(60)
+        return self._found[0]
 
 
 def until(condition: Any, seconds: float = 20.0) -> Any:

@@ -115,7 +115,7 @@ class ChatRequest(Sampling, kw_only=True):
 
 
 class CompletionRequest(Sampling, kw_only=True):
-    prompt: Text | list[int] | list[Text | list[int]]
+    prompt: Text | list[int | Text | list[int]]  # a text, its token ids, or several of either
     echo: bool | None = None
     logprobs: int | bool | None = None
     add_special_tokens: bool | None = None
