@@ -12,9 +12,7 @@ FIRST_TOKEN = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
     *(160.0, 640.0, 2560.0),
 )
-GAP = (
-    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
-)
+GAP = (*(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),)
 REQUEST = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0),
     *(1920.0, 7680.0),
@@ -53,4 +51,5 @@ class Histogram:
         """How many values are up to each bound, for all bounds or for some of them; and how many there are."""
         upto = self._counts.cumsum().tolist()
         shown = self.bounds if bounds is None else bounds
-        return [(str(bound), upto[bisect_left(self.bounds, bound)]) for bound in shown] + [("+Inf", upto[-1])]
+        found = [(str(bound), upto[bisect_left(self.bounds, bound)]) for bound in shown]
+        return [*found, ("+Inf", upto[-1])]

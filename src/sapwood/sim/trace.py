@@ -1,8 +1,9 @@
 """Real traffic through the real scheduler: what a cache of some size would have saved, and how long users would wait.
 
 A trace has a line for each request: `timestamp` (ms), `input_length`, `output_length` (tokens) and `hash_ids`, one for
-each 512-token block of the input; equal ids stand for equal prefixes. Blocks are expanded to tokens, the scheduler
-plans, and a cost model says how long each step and each transfer takes. Nothing is computed.
+each 512-token block of the input; equal ids stand for equal prefixes. `sapwood serve --record-trace` writes one. Blocks
+are expanded to tokens, the scheduler plans, and a cost model says how long each step and each transfer takes. Nothing
+is computed.
 """
 
 from __future__ import annotations
@@ -58,14 +59,19 @@ class Asked(NamedTuple):
 def read_trace(path: Path | str, limit: int | None = None) -> list[Asked]:
     """The requests of a trace in order of arrival. ValueError with the line that cannot be read."""
     asked: list[Asked] = []
+    numbers: dict[int, int] = {}  # ids may be hashes: blocks are numbered in the order in which they are read
     with open(path, encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if limit is not None and len(asked) >= limit:
                 break
             if line.strip():
-                asked.append(_read_line(path, number, line))
+                one = _read_line(path, number, line)
+                blocks = tuple(numbers.setdefault(block, len(numbers)) for block in one.blocks)
+                asked.append(one._replace(blocks=blocks))
     if not asked:
         raise ValueError(f"{path} has no requests")
+    if len(numbers) > _MOST_BLOCKS:
+        raise ValueError(f"{path} has {len(numbers)} different blocks, and {_MOST_BLOCKS} can be replayed: use --limit")
     return sorted(asked, key=lambda one: one.seconds)
 
 
@@ -82,8 +88,8 @@ def _read_line(path: Path | str, number: int, line: str) -> Asked:
             f"{path}, line {number}: a request needs a timestamp from 0 on, one token or more, and one hash id for "
             f"each {BLOCK} of them; got {length} tokens and {len(blocks)} ids"
         )
-    if not all(0 <= block <= _MOST_BLOCKS for block in blocks):
-        raise ValueError(f"{path}, line {number}: hash ids must be from 0 to {_MOST_BLOCKS}")
+    if not all(0 <= block < 2**64 for block in blocks):
+        raise ValueError(f"{path}, line {number}: hash ids must be from 0 to 2**64 - 1")
     return Asked(seconds, length, max(1, output), blocks)
 
 
