@@ -209,7 +209,6 @@ def paced(flags: Mapping[str, Any], progress: Callable[[str], None], events: boo
         "host_pages": {group.name: group.host_pages for group in groups},
         "page_bytes": {group.name: group.page_bytes for group in groups},
         "families": {group.name: group.family for group in groups},
-        "told": [f"full: {engine.flags.device_pages * engine.flags.page_size:,} tokens that nobody computes"],
         "tokenizer": engine.flags.tokenizer,
     }
     return SimpleNamespace(engine=engine, folder=engine.flags.folder, tokenizer=engine.flags.tokenizer, facts=facts)

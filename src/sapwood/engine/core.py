@@ -63,7 +63,7 @@ class Engine(Requests):
             self.adapters.only_called(self.served.dry)
         self.sized = self._size(text_config(model.config))
         for line in told(self.sized, config.page_size):
-            log.info("%s", line)
+            log.info("cache, %s", line)
         super().__init__(
             vocabulary=self.served.vocabulary,
             max_model_len=self.sized.max_model_len,

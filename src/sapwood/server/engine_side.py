@@ -35,6 +35,7 @@ from .answers import Answers
 from .grammars import Grammars
 from .kv_events import KVEventPublisher
 from .kv_events_config import KVEventsConfig
+from .logs import set_up
 from .messages import (
     Alive,
     Answer,
@@ -68,7 +69,8 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True):
     factory: str
     flags: dict[str, Any]
     parent: int
-    log_level: str = "INFO"
+    log_format: str = "text"
+    log_level: str = "info"
     kv_events: dict[str, Any] | None = None
 
 
@@ -273,7 +275,7 @@ def main() -> int:
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
     _die_with(settings.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to both: the API decides
-    logging.basicConfig(level=settings.log_level, format="%(message)s", stream=sys.stderr)
+    set_up(settings.log_format, settings.log_level)
     folder = Path(sys.argv[1])
     context = zmq.Context()
     outward = context.socket(zmq.PUSH)

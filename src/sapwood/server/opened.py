@@ -18,8 +18,8 @@ class Opened(NamedTuple):
 def model(flags: Mapping[str, Any], progress: Callable[[str], None], events: bool) -> Opened:
     """A model of transformers. `flags` are fields of EngineConfig."""
     from sapwood.engine.core import Engine
+    from sapwood.engine.default_model import DEFAULT_NAME
     from sapwood.engine.flags import EngineConfig
-    from sapwood.engine.sizing import told
     from sapwood.engine.weights import find_model
 
     from .tokenizer_file import tokenizer_file
@@ -34,6 +34,7 @@ def model(flags: Mapping[str, Any], progress: Callable[[str], None], events: boo
     progress("ready")
     groups = engine.sized.groups
     facts = {
+        "name": config.model or DEFAULT_NAME,
         "device": str(engine.device),
         "dtype": str(engine.served.model.dtype).removeprefix("torch."),
         "max_num_seqs": engine.sized.max_num_seqs,
@@ -45,7 +46,6 @@ def model(flags: Mapping[str, Any], progress: Callable[[str], None], events: boo
         "host_pages": {group.name: group.host_pages for group in groups},
         "page_bytes": {group.name: group.page_bytes for group in groups},
         "families": {group.name: group.family for group in groups},
-        "told": told(engine.sized, config.page_size),
         "tokenizer": tokenizer,
     }
     return Opened(engine, str(files.folder), tokenizer, facts)

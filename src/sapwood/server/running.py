@@ -28,7 +28,7 @@ from .defaults import generation_defaults
 from .engine_side import Settings
 from .http_limits import limited_protocol
 from .link import EngineLink
-from .logs import RequestLog, set_up, status_line
+from .logs import Recent, RequestLog, set_up, status_line
 from .messages import Ready
 from .metrics import Metrics
 from .record import TraceRecorder
@@ -74,7 +74,7 @@ class _Server:
         self._signals = 0
         self._status = 0
         self._deaths = 0
-        self._counts = (0, 0, 0, 0)
+        self.recent = Recent()
 
     def _settings(self) -> Settings:
         events = self.config.kv_events_config
@@ -82,7 +82,8 @@ class _Server:
             self.factory,
             self.flags,
             os.getpid(),
-            self.config.log_level.upper(),
+            self.config.log_format,
+            self.config.log_level,
             None if events is None else msgspec.json.decode(events),
         )
 
@@ -160,7 +161,7 @@ class _Server:
             serving.adapters[name] = await self.link.ask("load_adapter", name=name, path=where)
             serving.paths[name] = where
         self.metrics = Metrics(serving.names[0], ready.facts)
-        self.app.watchers = [self.metrics.finished, RequestLog().finished]
+        self.app.watchers = [self.metrics.finished, RequestLog().finished, self.recent.finished]
         if config.record_trace is not None:
             self.recorder = self.recorder or TraceRecorder(config.record_trace, config.record_trace_bytes, None)
             self.app.watchers.append(self.recorder.finished)
@@ -186,8 +187,6 @@ class _Server:
         return f"{scheme}://{f'[{host}]' if ':' in str(host) else host}:{port}"
 
     def _say_ready(self, ready: Ready, loaded: float) -> None:
-        for line in ready.facts.get("told", ()):
-            log.info("cache: %s", line)
         store = self.flags.get("store")
         log.info("store: %s", store or "none")
         seconds = ", ".join(f"{what} {spent:.1f}" for what, spent in self.link.spent.items() if spent >= 0.05)
@@ -282,4 +281,4 @@ class _Server:
                 stats = await self.link.ask("stats")
                 waiting = self.link.waiting
                 running = len(self.link.lanes) - waiting
-                log.info("%s", status_line(stats, running, waiting, every))
+                log.info("%s", status_line(stats, running, waiting, self.recent.take()))
