@@ -234,7 +234,7 @@ def test_nothing_is_published_by_the_null_publisher():
     events = KVEventPublisher(KVEventsConfig(enable_kv_cache_events=True, publisher="null"))
     events.publish([stored(1)])
     events.give_snapshot([])
-    assert threading.active_count() == threads and not events._queue
+    assert threading.active_count() == threads and events._queue.empty()
     assert set(events.stats().values()) == {0}
     events.close()
 
@@ -558,7 +558,7 @@ def test_E04_numbers_do_not_fall_back_when_a_server_starts_again(closing):
         ("full", {"buffer_steps": 4}),
         ("all", {"buffer_steps": 20}),
         ("window+state", {"buffer_bytes": 2000}),
-        ("backwards", {"max_queue_size": 1}),
+        ("backwards", {"max_queue_size": 1, "buffer_steps": 6}),
     ],
     ids=["plain", "arrays and a topic", "small buffer", "all families", "few bytes", "queue of one"],
 )
@@ -567,7 +567,7 @@ def test_E04_a_router_rebuilds_the_tree_from_the_wire(closing, layout, options):
     batches and asks for them, and one that comes late all know in the end what the tree holds: every block, with its
     parent, tokens, adapter and tier.
 
-    Mutation: `_keep_snapshot` does not set `_last`; `_forget` keeps the buffer; `_handle` sends a snapshot as a batch.
+    Mutation: `_from_snapshot` leaves out the batches after it; `_handle` sends a snapshot as a batch.
     """
     rng = random.Random(f"{layout} {options}")
     events = publisher(**options)
@@ -631,24 +631,24 @@ def test_E05_a_publisher_that_is_stuck_never_holds_up_the_engine(closing):
     stuck.set()
     until(lambda: events.stats()["batches"] == 7)
     dealer = dealer_to(events, closing)
-    assert [sequence for sequence, _ in ask(dealer, 5)] == [5, 6], "what it has, without a gap"
+    dealer.send_multipart([b"", (5).to_bytes(8, "big")])
+    until(lambda: events.wants_snapshot)
+    events.give_snapshot([stored(number) for number in range(900, 1000)])
+    _, number, payload = receive(dealer)
+    assert int.from_bytes(number, "big") == 999 and len(hashes_in(payload)) == 100
+    assert receive(dealer)[1] == END and ask(dealer, 1000) == [], "that is all"
 
     events.publish([stored(1000)])
     until(lambda: events.stats()["batches"] == 8)
-    dealer.send_multipart([b"", (7).to_bytes(8, "big")])
-    until(lambda: events.wants_snapshot)
-    events.give_snapshot([stored(number) for number in range(900, 1001)])
-    _, number, payload = receive(dealer)
-    assert int.from_bytes(number, "big") == 1000 and len(hashes_in(payload)) == 101
-    assert receive(dealer)[1] == END
     assert [sequence for sequence, _ in ask(dealer, 1000)] == [1000], "from here on there is a buffer again"
+    assert [sequence for sequence, _ in ask(dealer, 3)] == [999, 1000] and events.stats()["snapshots"] == 1
 
 
 def test_E05_a_subscriber_that_never_reads_holds_up_nobody(closing):
     """More than fits on the way to it: all is sent, and another one hears it all. When it reads at last, numbers are
     missing, and a replay has them.
 
-    Mutation: `_open` does not set SNDHWM: the other one may miss some, with the default of 1000.
+    Mutation: `_open` makes it a socket that drops nothing (XPUB_NODROP), so that the thread cannot send any more.
     """
     events = publisher(hwm=1500, first_sequence=0)
     closing.append(events)
@@ -682,55 +682,60 @@ def test_E05_without_a_subscriber_nothing_piles_up(closing):
     for number in range(500):
         events.publish([stored(number, 10)])
     until(lambda: events.stats()["batches"] == 501)
-    assert not events._queue and not events._buffer and events.replay_endpoint == ""
+    assert events._queue.empty() and not events._buffer and events.replay_endpoint == ""
 
 
 def test_E05_a_batch_that_cannot_be_packed_is_a_gap(closing, caplog):
     """Whoever names adapters fails once: the thread goes on, and a replay across the gap is answered from the tree.
 
-    Mutation: `_handle` lets the error through, or counts the batch as kept.
+    Mutation: `_handle` lets the error through, or counts the batch as kept; `_forget` keeps the buffer.
     """
 
     def names(digest: bytes) -> str | None:
         raise KeyError("names")
 
-    events = publisher(names, first_sequence=0)
+    events = publisher(names, first_sequence=0, buffer_steps=2)
     closing.append(events)
     events.publish([stored(1, ns=Namespace(adapter=b"a" * 32))])
     events.publish([stored(2)])
-    until(lambda: events.stats()["batches"] == 2)
+    events.publish([stored(3)])
+    until(lambda: events.stats()["batches"] == 3)
     assert events.stats()["failed"] == 1 and "batch 1 could not be packed" in caplog.text
     dealer = dealer_to(events, closing)
     dealer.send_multipart([b"", (1).to_bytes(8, "big")])
     until(lambda: events.wants_snapshot)
-    events.give_snapshot([stored(2)])
-    assert int.from_bytes(receive(dealer)[1], "big") == 2
+    events.give_snapshot([stored(2), stored(3)])
+    assert int.from_bytes(receive(dealer)[1], "big") == 3
 
 
 # ---- the end
 
 
 def test_closing_sends_what_is_queued_and_leaves_nothing(closing):
-    """A subscriber gets the last batch; the thread, the sockets and the files are gone; more is not published.
+    """A subscriber gets the last batch, though the thread was far behind; the thread, the sockets and the files are
+    gone; more is not published.
 
-    Mutation: `_run` breaks with batches in `_queue`; `close` keeps the pipe.
+    Mutation: `_run` breaks with batches in `_queue`, or does not destroy the context.
     """
     files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
-    events = publisher()
-    router = Subscriber(events, lambda: None)
-    router.joins(lambda: events.publish([stored(events._next % 1000)]))
-    while router.listen(0.05):
-        pass
-    for number in range(100):
-        events.publish([stored(10**6 + number)])
+    behind = threading.Event()
+    events = publisher(lambda digest: str(behind.wait(PATIENCE)))
+    router = subscribed(events, closing)
+    events.publish([stored(0, ns=Namespace(adapter=b"a"))])
+    for number in range(1, 1000):
+        events.publish([stored(number)])
+    ends = threading.Thread(target=events.close)
+    ends.start()
+    until(lambda: events._closing)
+    behind.set()
+    ends.join()
     last = events._next - 1
-    events.close()
-    while router.last < last:
-        assert router.listen(PATIENCE)
+    while int.from_bytes(receive(router)[1], "big") < last:
+        pass
     events.publish([stored(1)])
     events.close()
     assert events._next - 1 == last and threading.active_count() == threads
-    router.close()
+    closing.pop().close()
     until(lambda: len(os.listdir("/proc/self/fd")) <= files)
 
 
