@@ -1,0 +1,222 @@
+"""A server whose engine says what a test tells it to: everything of the API process is real, and nothing else is there.
+
+app = Scripted("Hello you")
+app.post("/v1/responses", {"input": "hi"}).json["output"]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import uvicorn
+
+from sapwood.engine.default_model import default_model
+from sapwood.server.app import App
+from sapwood.server.config import ServerConfig
+from sapwood.server.link import EngineLink
+from sapwood.server.messages import Begun, End, Ready, Submit
+from sapwood.server.messages import Tokens as Step
+from sapwood.server.serving import Serving
+from sapwood.server.template import ChatTemplate
+from sapwood.server.tokens import Tokens
+
+from .kit import Answer
+
+NAME = "scripted"
+PAGE = 16
+TEMPLATE = """\
+{%- if tools %}<|im_start|>tools {{ tools | tojson }}<|im_end|>
+{% endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + (' ' + message.name if message.name else '') + '\\n' }}
+{%- if message.reasoning_content %}({{ message.reasoning_content }}){% endif %}
+{{- message.content }}
+{%- for call in message.tool_calls %}[{{ call.function.name }} {{ call.function.arguments | tojson }}]{% endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
+{%- if reasoning_effort %}{{ '/effort ' + reasoning_effort }}{% endif %}
+{%- if enable_thinking is defined %}{{ '<think>' if enable_thinking else '/no_think' }}{% endif %}
+{%- endif %}"""
+
+
+class Script(NamedTuple):
+    """What the engine says. `fails`: the step after the text breaks."""
+
+    text: str
+    cached: int = 0
+    fails: bool = False
+
+
+THINKS_AND_CALLS = """\
+<think>let me see</think>I call
+<tool_call>
+{"name": "weather", "arguments": {"city": "Rome"}}
+</tool_call>
+<tool_call>
+{"name": "weather", "arguments": {"city": "Oslo"}}
+</tool_call>"""
+
+
+def for_clients(prompt: str) -> Script:
+    """What the scripts in clients/ expect, by the user's last words."""
+    last = prompt.rpartition("<|im_start|>user")[2].partition("<|im_end|>")[0].strip()
+    said = {"think and call": Script(THINKS_AND_CALLS), "break": Script("Hello you", fails=True)}
+    return said.get(last, Script("Hello you, it is a fine day"))
+
+
+@cache
+def tokens() -> Tokens:
+    return Tokens(str(default_model() / "tokenizer.json"))
+
+
+class ScriptedLink(EngineLink):
+    """`say(prompt)` is asked for every prompt. A token a step, and `likely` ones that are made up."""
+
+    def __init__(self, say: Callable[[str], Script]) -> None:
+        super().__init__(lambda: None, lambda why: None)  # type: ignore[arg-type,return-value]
+        self.ready = Ready("", tokens().tokenizer.get_vocab_size(), 2000, [2], PAGE, {}, {"max_loras": 0})
+        self.say = say
+        self.prompts: list[str] = []
+        self.submitted: list[Submit] = []
+
+    def _send(self, message: Any) -> None:
+        if isinstance(message, Submit):
+            prompt = tokens().decode(np.frombuffer(message.tokens, np.int32).tolist())
+            self.prompts.append(prompt)
+            self.submitted.append(message)
+            self._begin(message, self.say(prompt))
+
+    def _begin(self, submit: Submit, script: Script) -> None:
+        said = tokens().tokenizer.encode(script.text, add_special_tokens=False).ids
+        room = 2000 - len(submit.tokens) // 4 if submit.params.max_tokens is None else submit.params.max_tokens
+        end = End(submit.number, "error" if script.fails else "stop", None, 0, "a step broke" if script.fails else "")
+        if len(said) + 1 > room:
+            said, end = said[:room], End(submit.number, "length", None, 0, "")
+        elif not script.fails:
+            said.append(2)
+        self._step(submit, said, end, script.cached)
+
+    def _step(self, submit: Submit, said: list[int], end: End, cached: int) -> None:
+        number = submit.number
+        token, *rest = said
+        begun = []
+        lane = self.lanes.get(number)
+        if lane is not None and lane.begun is None:
+            begun = [Begun(number, 0.0, cached, 0, 0, 0, "cold" if not cached else "hit", cached)]
+        likely = {}
+        top = submit.params.logprobs
+        if top is not None:
+            likely = {number: {token + at: (-0.25 - at, at + 1) for at in range(max(1, top))}}
+        one = np.array([number], np.int32).tobytes(), np.array([token], np.int32).tobytes()
+        self._dispatch(Step(1, 0.0, *one, begun, [] if rest else [end], likely, {}))
+        self.lag = 0.0
+        if rest:
+            asyncio.get_running_loop().call_soon(self._step, submit, rest, end, cached)
+
+
+class Scripted:
+    """The app over such an engine. `says`: one answer for all prompts, one for each in turn, or who decides."""
+
+    def __init__(
+        self,
+        *says: str | Script | Callable[[str], Script],
+        parser: str | None = "hermes",
+        template: str = TEMPLATE,
+        **config: Any,
+    ) -> None:
+        turns = list(says)
+
+        def say(prompt: str) -> Script:
+            said = turns.pop(0) if len(turns) > 1 else turns[0]
+            return Script(said) if isinstance(said, str) else said if isinstance(said, Script) else said(prompt)
+
+        self.link = ScriptedLink(say)
+        self.serving = Serving(ServerConfig(served_model_name=(NAME,), **config), self.link)
+        self.serving.tokens = tokens()
+        self.serving.template = ChatTemplate(template, {})
+        self.serving.tool_parser = parser
+
+        async def nothing() -> bytes:
+            return b""
+
+        self.app = App(self.serving, nothing)
+
+    @property
+    def prompt(self) -> str:
+        """The last one."""
+        return self.link.prompts[-1]
+
+    @property
+    def params(self) -> Any:
+        return self.link.submitted[-1].params
+
+    def post(self, path: str, body: Any, key: str | None = None) -> Answer:
+        return self.request("POST", path, body, key)
+
+    def request(self, method: str, path: str, body: Any = None, key: str | None = None) -> Answer:
+        return asyncio.run(asyncio.wait_for(self._request(method, path, body, key), 30))
+
+    def events(self, path: str, body: Any, key: str | None = None) -> list[tuple[str, Any]]:
+        """The name and the data of each event."""
+        answer = self.post(path, {"stream": True, **body}, key)
+        assert answer.status == 200, answer.body
+        found = []
+        for chunk in answer.body.decode().split("\n\n"):
+            name, _, data = chunk.partition("\n")
+            if name.startswith("event: "):
+                assert data.startswith("data: ") and "\n" not in data
+                found.append((name[7:], json.loads(data[6:])))
+        return found
+
+    async def _request(self, method: str, path: str, body: Any, key: str | None) -> Answer:
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        asked = [{"type": "http.request", "body": raw, "more_body": False}]
+        status, headers, parts = 0, {}, []
+
+        async def receive() -> Any:
+            if not asked:
+                await asyncio.Event().wait()
+            return asked.pop()
+
+        async def send(message: Any) -> None:
+            nonlocal status, headers
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = {name.decode(): value.decode() for name, value in message["headers"]}
+            else:
+                parts.append(message["body"])
+
+        where, _, query = path.partition("?")
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": where,
+            "query_string": query.encode(),
+            "root_path": "",
+            "headers": [] if key is None else [(b"authorization", f"Bearer {key}".encode())],
+        }
+        await self.app(scope, receive, send)
+        return Answer(status, headers, b"".join(parts))
+
+    @contextmanager
+    def listening(self) -> Iterator[str]:
+        """Its address, for clients of their own."""
+        server = uvicorn.Server(uvicorn.Config(self.app, port=0, lifespan="off", log_config=None, ws="none"))
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        while not server.started:
+            assert thread.is_alive()
+            thread.join(0.01)
+        try:
+            yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(10)
