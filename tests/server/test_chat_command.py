@@ -17,7 +17,7 @@ from sapwood.cli import main
 
 from .fake import Fake, Reply
 
-FOUND = {"device": 30, "host": 12, "store": 0}
+FOUND = {"prompt_tokens": 5, "cached_tokens": 42, "device": 30, "host": 12, "store": 0, "shared": 0, "miss": None}
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def test_a_conversation(chat):
 
     Mutation: `_turn` does not keep the answer; `report` counts what `take` was called with.
     """
-    with Fake(lambda *_: Reply(wait=0.05, gap=0.05, tokens=31, cached=42, cache={"tokens": FOUND})) as fake:
+    with Fake(lambda *_: Reply(wait=0.05, gap=0.05, tokens=31, cached=42, cache=FOUND)) as fake:
         status, said = chat(fake, "who are you\nand now\n", "--system", "be brief", "--temperature", "0.5")
     assert status == 0
     first, figures, second, again = said.splitlines()

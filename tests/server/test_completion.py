@@ -10,17 +10,14 @@ import sys
 import pytest
 
 from sapwood import cli
-from sapwood.engine.arguments import add_engine_arguments
 from sapwood.server import completion
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
-    """Those of all commands; `serve` is a made-up one with the engine's options."""
-    serve = argparse.ArgumentParser()
-    serve.add_argument("--served-model-name", help='it\'s 100%% "free" $HOME `x`')
-    serve.add_argument("--uvicorn-log-level", choices=["debug", "info"])
-    add_engine_arguments(serve)
-    return {**cli.parsers(), "serve": serve}
+    """Those of all commands, and one whose help has in it what shells take for their own."""
+    odd = argparse.ArgumentParser()
+    odd.add_argument("--odd", help='it\'s 100%% "free" $HOME `x`')
+    return {**cli.parsers(), "odd": odd}
 
 
 def offers(line: str) -> list[str]:

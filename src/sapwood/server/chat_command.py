@@ -254,8 +254,7 @@ class Answer:
         """Such as: 42 of 51 prompt tokens cached (device 42), first token 0.12 s, 31 tokens at 45/s"""
         prompt, tokens = _count(self._usage, "prompt_tokens"), _count(self._usage, "completion_tokens")
         cached = _count(_object(self._usage, "prompt_tokens_details"), "cached_tokens")
-        found = _object(self._cache, "tokens") or self._cache
-        tiers = ", ".join(f"{tier} {_count(found, tier)}" for tier in _TIERS if _count(found, tier))
+        tiers = ", ".join(f"{tier} {_count(self._cache, tier)}" for tier in _TIERS if _count(self._cache, tier))
         parts = [f"{cached} of {prompt} prompt tokens cached" + (f" ({tiers})" if tiers else "")] if prompt else []
         if self.begun:
             parts.append(f"first token {self._first - self._begin:.2f} s")
