@@ -1,14 +1,15 @@
 """A trace of what the server sees, in JSON lines that `python -m sapwood.sim replay` and `sapwood bench serve` read:
 
-    {"timestamp": 1250, "input_length": 1100, "output_length": 80, "hash_ids": [8231, 5077, 1906]}
+    {"timestamp": 1250, "input_length": 1100, "output_length": 80, "hash_ids": [8231, 507, 1906], "near": [1, 441, 300]}
 
 `timestamp`: ms from the recorder's start to the request's arrival. `hash_ids`: one for each 512 tokens of the prompt,
 the last one for what is left; equal ids mean an equal prefix up to and including that block, in the same namespace.
-Lines stand in the order in which requests end, and a reader sorts them. There is no text in it and no token: an id is
-53 bits of a keyed hash of everything up to there, and the key is forgotten with the recorder unless it was given.
+`near`, which a reader may ignore: the block at index 1, seen for the first time, begins with the same 300 tokens as
+block 441 behind the same prefix; so prompts that part inside a block are known to share what is before.
 
-What such a trace cannot say: that a prompt goes on with what was generated before it, and that two prompts part inside
-a block. A replay counts those tokens as computed.
+Lines stand in the order in which requests end; a reader sorts them. There is no text in it and no token: an id is 53
+bits of a keyed hash of everything up to there, and the key is forgotten with the recorder unless it was given. What it
+cannot say is that a prompt goes on with what was generated before it: a replay computes those tokens again.
 
     finished --> waiting --(once a second, on a thread of its own)--> hashed, written --> FILE, FILE.1 ... FILE.4
 """
@@ -23,8 +24,8 @@ import os
 import secrets
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections import OrderedDict, deque
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,6 +41,7 @@ BLOCK = 512  # tokens of one hash id
 KEPT = 4  # files that were put aside
 _EVERY = 1.0  # seconds
 _WAITING = 1 << 26  # tokens that may wait to be hashed; prompts beyond them are dropped
+_KNOWN = 32768  # blocks whose tokens are remembered (64 MiB), to find prompts that part inside of one
 _BATCH = 1 << 20  # bytes that are written at once, about
 _BITS = 53  # of an id: what every JSON reader takes as a whole number
 
@@ -72,6 +74,7 @@ class TraceRecorder:
         self._waiting: deque[_Seen] = deque()
         self._tokens = 0  # that were ever given, but for dropped prompts ...
         self._hashed = 0  # ... and of these, that do not wait any more
+        self._siblings = _Siblings()
         self._refused = 0  # prompts for which there was no room to wait
         self._lost = 0  # lines that the disk did not take
         self._failing = False  # the disk, and that was said
@@ -140,21 +143,27 @@ class TraceRecorder:
     # ---- lines
 
     def _line(self, seen: _Seen) -> bytes:
+        raw = np.ascontiguousarray(seen.ids, "<i4").tobytes()
+        parent = hashlib.blake2b(seen.namespace, digest_size=32, key=self._salt, person=b"namespace").digest()
+        ids: list[int] = []
+        near: tuple[int, int, int] | None = None
+        for begin in range(0, len(raw), 4 * BLOCK):
+            block = raw[begin : begin + 4 * BLOCK]
+            digest = hashlib.blake2b(parent + block, digest_size=32, key=self._salt, person=b"block").digest()
+            id = int.from_bytes(digest[:8], "big") >> (64 - _BITS)
+            like = self._siblings.nearest(parent, id, block)
+            if like is not None:  # there is one at most: what is behind a new block is new
+                near = (len(ids), *like)
+            ids.append(id)
+            parent = digest
         fields = {
             "timestamp": seen.ms,
             "input_length": len(seen.ids),
             "output_length": seen.output,
-            "hash_ids": list(self._hashes(seen.namespace, seen.ids)),
+            "hash_ids": ids,
+            **({} if near is None else {"near": near}),
         }
         return json.dumps(fields).encode() + b"\n"
-
-    def _hashes(self, namespace: bytes, ids: npt.NDArray[np.int32]) -> Iterator[int]:
-        raw = np.ascontiguousarray(ids, "<i4").tobytes()
-        parent = hashlib.blake2b(namespace, digest_size=32, key=self._salt, person=b"namespace").digest()
-        for begin in range(0, len(raw), 4 * BLOCK):
-            block = raw[begin : begin + 4 * BLOCK]
-            parent = hashlib.blake2b(parent + block, digest_size=32, key=self._salt, person=b"block").digest()
-            yield int.from_bytes(parent[:8], "big") >> (64 - _BITS)
 
     # ---- the file
 
@@ -208,3 +217,41 @@ class TraceRecorder:
                 os.replace(f"{self.path}.{number}", f"{self.path}.{number + 1}")
         with contextlib.suppress(FileNotFoundError):
             os.replace(self.path, f"{self.path}.1")
+
+
+class _Siblings:
+    """The blocks seen last, sorted behind their prefix: a block begins like one of its neighbours for longest."""
+
+    def __init__(self) -> None:
+        self._behind: dict[bytes, list[tuple[bytes, int]]] = {}
+        self._seen: OrderedDict[int, tuple[bytes, bytes]] = OrderedDict()  # id -> prefix, tokens
+
+    def nearest(self, parent: bytes, id: int, block: bytes) -> tuple[int, int] | None:
+        """Of the blocks behind the same prefix, the one that begins like this one for longest, and for how many tokens;
+        None where there is none, or this one is among them. It will be from now on."""
+        if id in self._seen:
+            self._seen.move_to_end(id)
+            return None
+        siblings = self._behind.setdefault(parent, [])
+        at = bisect_left(siblings, (block, id))
+        beside = siblings[max(0, at - 1) : at + 1]
+        tokens, like = max(((_common(block, other), known) for other, known in beside), default=(0, 0))
+        siblings.insert(at, (block, id))
+        self._seen[id] = (parent, block)
+        if len(self._seen) > _KNOWN:
+            self._forget()
+        return (like, tokens) if tokens else None
+
+    def _forget(self) -> None:
+        id, (parent, block) = self._seen.popitem(last=False)
+        siblings = self._behind[parent]
+        del siblings[bisect_left(siblings, (block, id))]
+        if not siblings:
+            del self._behind[parent]
+
+
+def _common(one: bytes, other: bytes) -> int:
+    """How many tokens two blocks begin with alike."""
+    length = min(len(one), len(other)) // 4
+    differ = np.frombuffer(one, "<i4", length) != np.frombuffer(other, "<i4", length)
+    return int(differ.argmax()) if differ.any() else length

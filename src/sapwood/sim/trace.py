@@ -1,9 +1,9 @@
 """Real traffic through the real scheduler: what a cache of some size would have saved, and how long users would wait.
 
 A trace has a line for each request: `timestamp` (ms), `input_length`, `output_length` (tokens) and `hash_ids`, one for
-each 512-token block of the input; equal ids stand for equal prefixes. `sapwood serve --record-trace` writes one. Blocks
-are expanded to tokens, the scheduler plans, and a cost model says how long each step and each transfer takes. Nothing
-is computed.
+each 512-token block of the input; equal ids stand for equal prefixes. `sapwood serve --record-trace` writes one, with
+`near` where a block begins like another: [its index, the other's id, how many tokens]. Blocks are expanded to tokens,
+the scheduler plans, and a cost model says how long each step and each transfer takes. Nothing is computed.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 import heapq
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,6 +44,9 @@ _ANSWER = 1e-3  # seconds until a store answers
 _LOOK = 256  # plans between two looks of whoever watches
 
 
+Parts = tuple[tuple[int, int], ...]  # of a block: up to which token it is as which block
+
+
 class Asked(NamedTuple):
     """One request of a trace."""
 
@@ -50,24 +54,36 @@ class Asked(NamedTuple):
     length: int
     output: int
     blocks: tuple[int, ...]
+    parts: Mapping[int, Parts] = MappingProxyType({})  # of blocks that begin like others, in the whole trace
 
     def tokens(self) -> npt.NDArray[np.int32]:
         begins = np.array(self.blocks, np.int32) * np.int32(BLOCK)
-        return (begins[:, None] + np.arange(BLOCK, dtype=np.int32)).reshape(-1)[: self.length]
+        tokens = begins[:, None] + np.arange(BLOCK, dtype=np.int32)
+        for at, block in enumerate(self.blocks):
+            begin = 0
+            for end, source in self.parts.get(block, ()):
+                tokens[at, begin:end] += np.int32((source - block) * BLOCK)
+                begin = end
+        return tokens.reshape(-1)[: self.length]
 
 
 def read_trace(path: Path | str, limit: int | None = None) -> list[Asked]:
     """The requests of a trace in order of arrival. ValueError with the line that cannot be read."""
     asked: list[Asked] = []
     numbers: dict[int, int] = {}  # ids may be hashes: blocks are numbered in the order in which they are read
+    parts: dict[int, Parts] = {}
     with open(path, encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if limit is not None and len(asked) >= limit:
                 break
             if line.strip():
-                one = _read_line(path, number, line)
+                one, near = _read_line(path, number, line)
                 blocks = tuple(numbers.setdefault(block, len(numbers)) for block in one.blocks)
-                asked.append(one._replace(blocks=blocks))
+                if near is not None:
+                    block, like = blocks[near[0]], numbers.setdefault(near[1], len(numbers))
+                    if block != like:
+                        parts.setdefault(block, _begins_like(parts.get(like, ()), like, near[2]))
+                asked.append(one._replace(blocks=blocks, parts=parts))
     if not asked:
         raise ValueError(f"{path} has no requests")
     if len(numbers) > _MOST_BLOCKS:
@@ -75,12 +91,23 @@ def read_trace(path: Path | str, limit: int | None = None) -> list[Asked]:
     return sorted(asked, key=lambda one: one.seconds)
 
 
-def _read_line(path: Path | str, number: int, line: str) -> Asked:
+def _begins_like(parts: Parts, block: int, tokens: int) -> Parts:
+    """The parts of what begins with so many tokens of a block with these parts."""
+    found = [(end, source) for end, source in parts if end < tokens]
+    source = next((source for end, source in parts if end >= tokens), block)
+    return (*found, (tokens, source))
+
+
+def _read_line(path: Path | str, number: int, line: str) -> tuple[Asked, tuple[int, int, int] | None]:
     try:
         fields = json.loads(line)
         seconds = float(fields["timestamp"]) / 1e3
         length, output = int(fields["input_length"]), int(fields["output_length"])
         blocks = tuple(int(block) for block in fields["hash_ids"])
+        near = None
+        if fields.get("near") is not None:
+            index, like, tokens = map(int, fields["near"])
+            near = (index, like, tokens)
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path}, line {number}: not a request of a trace: {error!r:.100}") from None
     if not (seconds >= 0 and length >= 1 and output >= 0 and len(blocks) == -(-length // BLOCK)):
@@ -90,7 +117,11 @@ def _read_line(path: Path | str, number: int, line: str) -> Asked:
         )
     if not all(0 <= block < 2**64 for block in blocks):
         raise ValueError(f"{path}, line {number}: hash ids must be from 0 to 2**64 - 1")
-    return Asked(seconds, length, max(1, output), blocks)
+    if near is not None and not (0 <= near[0] < len(blocks) and 0 <= near[1] < 2**64 and 1 <= near[2] <= BLOCK):
+        raise ValueError(
+            f"{path}, line {number}: near must be the index of a block, a hash id and 1 to {BLOCK} tokens, got {near}"
+        )
+    return Asked(seconds, length, max(1, output), blocks), near
 
 
 def unlimited_rate(asked: Iterable[Asked]) -> float:
