@@ -29,6 +29,10 @@ from .samples import Grammar, Likely, Sample
 from .stops import TextStream, bad_word_tokens
 
 
+# Writes what each grammar allows into its row of masks: one after the other, or all at once where grammars can.
+Fill = Callable[[Sequence[Any], npt.NDArray[np.int32], Sequence[int]], None]
+
+
 class Holds(Protocol):
     """Adapters, as far as requests need them: one that is in use stays."""
 
@@ -54,6 +58,7 @@ class Requests:
         self.held: list[Sample] = []  # those that wait for new weights
         self.holds: Holds | None = None
         self.seeds = random.Random(seed)
+        self.fill: Fill = _one_by_one
         self._change: Callable[[int], int] | None = None
 
     # ---- in
@@ -269,6 +274,11 @@ class Requests:
                     last = newest()
                 grammar.accept(sample.token_ids[at] if at < len(sample.token_ids) else int(last[row]))  # type: ignore[index]
             sample.fed = due
-            bits = grammar.allowed()
-            masks[row, : len(bits)], masks[row, len(bits) :] = bits, 0
+        self.fill([grammar for _, _, grammar in bound], masks, [row for row, _, _ in bound])
         return masks
+
+
+def _one_by_one(grammars: Sequence[Grammar], masks: npt.NDArray[np.int32], rows: Sequence[int]) -> None:
+    for grammar, row in zip(grammars, rows, strict=True):
+        bits = grammar.allowed()
+        masks[row, : len(bits)], masks[row, len(bits) :] = bits, 0

@@ -72,6 +72,8 @@ async def chat_completions(serving: Serving, call: Call) -> Generation:
     if top and not request.logprobs:
         raise bad("top_logprobs", "top_logprobs needs logprobs to be true")
     most = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    if tools.parser is not None and request.skip_special_tokens is None:
+        request.skip_special_tokens = False  # the marks of calls are special tokens in some vocabularies
     params = serving.params(request, call.caller, max_tokens=most, logprobs=top if request.logprobs else None)
     grammar = serving.grammar(request)
     if tools.grammar is not None:
@@ -108,7 +110,7 @@ class ChatWriter:
             reasoning = serving.config.reasoning_parser == "think"
         self.shows_reasoning = request.include_reasoning is not False
         text = generation.prompts[0].text
-        self.samples = [_Sample(Spoken(tools, reasoning, text)) for _ in range(generation.params.n)]
+        self.samples = [_Sample(Spoken(tools, reasoning, text), serving.tool_parser) for _ in range(generation.params.n)]
 
     # ---- as a stream
 
@@ -221,10 +223,11 @@ class ChatWriter:
 class _Sample:
     """What a sample has said so far."""
 
-    __slots__ = ("calls", "content", "finish", "likely", "reasoning", "spoken", "stop", "tokens")
+    __slots__ = ("calls", "content", "finish", "likely", "parser", "reasoning", "spoken", "stop", "tokens")
 
-    def __init__(self, spoken: Spoken) -> None:
+    def __init__(self, spoken: Spoken, parser: str | None) -> None:
         self.spoken = spoken
+        self.parser = parser  # the format of calls
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.calls: list[dict[str, Any]] = []
@@ -239,7 +242,7 @@ class _Sample:
         elif isinstance(part, Reasoning):
             self.reasoning.append(part.text)
         elif isinstance(part, CallBegins):
-            self.calls.append({"id": call_id(), "name": part.name, "arguments": []})
+            self.calls.append({"id": call_id(self.parser), "name": part.name, "arguments": []})
         elif isinstance(part, CallArguments):
             self.calls[part.index]["arguments"].append(part.text)
 

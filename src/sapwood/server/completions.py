@@ -46,14 +46,14 @@ def _prompts(request: CompletionRequest, serving: Serving) -> list[str | list[in
     if not given:
         raise bad("prompt", "the prompt is empty")
     if all(isinstance(each, int) for each in given):
-        return [given]
+        return [given]  # type: ignore[list-item]
     if any(isinstance(each, int) for each in given):
         raise bad("prompt", "prompt must be text, token ids, or a list of either")
     if len(given) > serving.config.max_n:
         raise bad("prompt", f"a request may have {serving.config.max_n} prompts, got {len(given)}")
     if any(not each for each in given):
         raise bad("prompt", "a prompt is empty")
-    return given
+    return given  # type: ignore[return-value]
 
 
 def _logprobs(request: CompletionRequest) -> int | None:

@@ -322,6 +322,7 @@ def _opened(settings: Settings, send: Any) -> tuple[Requests, Grammars | None, K
     grammars = None
     if opened.tokenizer is not None:
         grammars = Grammars(opened.tokenizer, engine.vocabulary, engine.eos)
+        engine.fill = grammars.fill
     events = None
     if config is not None and config.enable_kv_cache_events:
         adapters: Any = getattr(engine, "adapters", None)

@@ -84,7 +84,6 @@ class Generation:
             None if detokenizer is None else TextStream(detokenizer, params, prompts[at // params.n].ids[-16:].tolist())
             for at in range(len(job.lanes))
         ]
-        self._over = [False] * len(job.lanes)
         self._lasts = [0.0] * len(job.lanes)
 
     @property
@@ -123,7 +122,7 @@ class Generation:
                 job.since = time.monotonic()
                 together = self._slow or job.link.lag > LAG
                 for index, lane in enumerate(job.lanes):
-                    if (lane.tokens or lane.end is not None) and not self._over[index]:
+                    if lane.news:
                         pieces = self._take(index, lane, together)
                         if pieces:
                             yield pieces
@@ -181,7 +180,7 @@ class Generation:
         return Piece(index, new, [] if token is None else [token], likely, end.reason, stop)
 
     def _ends(self, index: int, reason: str) -> None:
-        self._over[index] = True
+        self.job.lanes[index].over = True
         self.reasons.append(reason)
         self._open -= 1
 

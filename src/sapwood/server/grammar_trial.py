@@ -2,6 +2,7 @@
 or more stack than there is, and what llguidance has begun nobody can stop. A fork of that process tries one grammar,
 and is killed when it takes too long.
 
+    engine --> Vocabulary, once         --> trial
     engine --> [kind, text]             --> trial
     engine <-- [error, grammar, bytes]  <-- trial      a line of JSON each; bytes: what the grammar needs of memory
 
@@ -20,7 +21,8 @@ import select
 import signal
 import subprocess
 import sys
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag, TokenizerWrapper, grammar_from, regex_to_lark
 
@@ -73,7 +75,7 @@ def explained(kind: str, error: str) -> str:
         error = error.rpartition("\nerror: ")[2]  # what precedes it is a drawing of the place
     elif "\\u0026" in error or "\\u007e" in error:
         error = error.replace("\\u0026", "&").replace("\\u007e", "~") + "\nthe operators & and ~ are not served"
-    error = re.sub(r"\n +\d+ \| (%llguidance .*)?(?=\n|$)", "", error)
+    error = re.sub(r"\n +\d+ \| ?(%llguidance .*)?(?=\n|$)", "", error)
     return f"{kind} cannot be served: {error.strip()[:1000]}"
 
 
@@ -107,11 +109,25 @@ def _without_operators(text: str) -> str:
 # ---- the engine's side
 
 
-class Trial:
-    """One trial process, for one thread. It ends with the thread that made it."""
+class Vocabulary(NamedTuple):
+    """What a grammar can know of a tokenizer: how many tokens there are, which of them end a text, and the names of
+    those that are no ordinary text."""
 
-    def __init__(self, seconds: float, most_bytes: int) -> None:
+    size: int
+    eos: Sequence[int]
+    added: Mapping[int, str]
+
+
+class Trial:
+    """One trial process, for one thread. It ends with the thread that started it.
+
+    seconds     a grammar may take
+    most_bytes  of memory it may need
+    """
+
+    def __init__(self, seconds: float, most_bytes: int, vocabulary: Vocabulary) -> None:
         self._arguments = [str(seconds), str(most_bytes)]
+        self._vocabulary = json.dumps([vocabulary.size, list(vocabulary.eos), [*vocabulary.added.items()]]) + "\n"
         self._process: subprocess.Popen[str] | None = None
 
     def of(self, kind: str, text: str) -> tuple[str, int]:
@@ -136,6 +152,8 @@ class Trial:
                 encoding="ascii",
                 start_new_session=True,  # Ctrl-C is for the engine
             )
+            assert self._process.stdin is not None
+            self._process.stdin.write(self._vocabulary)
         return self._process
 
     def close(self) -> None:
@@ -165,21 +183,32 @@ class Trial:
 
 
 class _Bytes:
-    """A tokenizer whose tokens are bytes: what compiling costs hardly depends on the vocabulary."""
+    """A tokenizer with the vocabulary's names, and bytes for all its text: what compiling costs hardly depends on more
+    than that."""
 
-    eos_token_id = 256
     bos_token_id = None
-    tokens = (*(bytes([byte]) for byte in range(256)), b"<eos>")
-    special_token_ids = (256,)
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.eos_token_id = vocabulary.eos[0]
+        self.special_token_ids = sorted({*vocabulary.eos, *vocabulary.added})
+        ordinary = iter(range(256))
+        self.tokens = [b""] * vocabulary.size
+        for id in range(vocabulary.size):
+            if id in vocabulary.added:
+                self.tokens[id] = vocabulary.added[id].encode()
+            elif id not in vocabulary.eos:
+                byte = next(ordinary, None)
+                self.tokens[id] = b"" if byte is None else bytes([byte])
 
     def __call__(self, text: bytes) -> list[int]:
-        return list(text)
+        return []  # asked for what must follow, which is not worked out
 
 
 def main() -> None:
     seconds, most_bytes = float(sys.argv[1]), int(sys.argv[2])
     _die_with_parent()
-    tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()))
+    size, eos, added = json.loads(sys.stdin.readline())
+    tokenizer = LLTokenizer(TokenizerWrapper(_Bytes(Vocabulary(size, eos, dict(added)))), eos_token=eos)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _lower(resource.RLIMIT_STACK, _STACK)
     _lower(resource.RLIMIT_AS, _pages(0) + most_bytes)

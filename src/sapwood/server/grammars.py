@@ -28,7 +28,7 @@ import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
-from .grammar_trial import LIMITS, STACK, Trial, explained
+from .grammar_trial import LIMITS, STACK, Trial, Vocabulary, explained
 
 Masks = npt.NDArray[np.int32]
 
@@ -220,7 +220,8 @@ class Grammars:
         size = max(vocabulary, int(ids.max()) + 1)  # a tokenizer may have tokens that the model has not
         text = np.zeros(-(-size // 32) * 32, bool)
         text[ids[ids < vocabulary]] = True
-        text[[id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special]] = False
+        added = tokenizer.get_added_tokens_decoder()
+        text[[id for id, token in added.items() if token.special]] = False
         self._ends = _bits(np.isin(np.arange(len(text)), list(self.eos)))
         self._text = _bits(text) | self._ends
         try:
@@ -233,7 +234,8 @@ class Grammars:
         self._watching = 0  # so many steps more
         self._cache = _Cache()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._allows = (seconds, megabytes << 20)
+        names = {id: token.content for id, token in added.items()}
+        self._tried = (seconds, megabytes << 20, Vocabulary(size, sorted(self.eos), names))
         self._compilers: list[threading.Thread] = []
         before = threading.stack_size(STACK)
         for _ in range(0 if self._trouble else compilers):
@@ -264,7 +266,7 @@ class Grammars:
             thread.join()
 
     def _compile_all(self) -> None:
-        trial = Trial(*self._allows)
+        trial = Trial(*self._tried)
         with contextlib.suppress(OSError):  # told to those who ask
             trial.start()
         while (job := self._jobs.get()) is not None:

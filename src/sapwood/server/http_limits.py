@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import json
 import math
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass
-from http import HTTPStatus
 from typing import Any, ClassVar, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from sapwood.cache import whole_number
+
+from .http_refusals import HttpRefusal, body_too_large, check_head, headers_too_large, too_many
 
 MOST_PIPELINED = 8  # requests of one connection that wait for their answers
 LINGER_SECONDS = 2.0  # for a client that still sends to see the answer
@@ -40,7 +40,8 @@ class HttpLimits:
     header_seconds      from connecting, or from the first byte of a request, to the end of its headers: 408; a
                         connection that never sent a byte is closed
     body_bytes          of a request's body, by its Content-Length or while it is read: 413
-    body_seconds        for the whole body, not counting while the application does not read it: 408
+    body_seconds        for the whole body, not counting while the application does not read it: 408; up to twice
+                        that for a client who waits for 100 Continue
     write_seconds       for a reader who stops: then the connection is aborted
     streams_per_client  requests in flight from one address: 429; 0: no limit. Behind a proxy all clients are one
     """
@@ -67,32 +68,10 @@ def limited_protocol(limits: HttpLimits) -> type[LimitedProtocol]:
     """The class that `uvicorn.Config(http=...)` takes; one for each server, since it counts the server's requests."""
 
     class Limited(LimitedProtocol):
-        in_flight: ClassVar[Counter[str]] = Counter()
+        in_flight: ClassVar[dict[str, int]] = {}
 
     Limited.limits = limits
     return Limited
-
-
-class Refused(Exception):
-    """A request that gets an answer from here and ends its connection."""
-
-    def __init__(self, status: int, code: str, message: str, *headers: tuple[bytes, bytes]) -> None:
-        super().__init__(message)
-        self.status, self.code, self.message, self.headers = status, code, message, headers
-
-    def reply(self, default_headers: list[tuple[bytes, bytes]], method: str) -> bytes:
-        error = {"message": self.message, "type": "invalid_request_error", "param": None, "code": self.code}
-        body = json.dumps({"error": error}).encode()
-        headers = [
-            *default_headers,
-            *self.headers,
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(body)),
-            (b"connection", b"close"),
-        ]
-        lines = [b"HTTP/1.1 %d %s" % (self.status, HTTPStatus(self.status).phrase.encode())]
-        lines += [name + b": " + value for name, value in headers]
-        return b"\r\n".join([*lines, b"", b"" if method == "HEAD" else body])
 
 
 class Phase(enum.Enum):
@@ -105,14 +84,24 @@ class Phase(enum.Enum):
     GONE = enum.auto()
 
 
+FRESH, IDLE, HEAD, BODY, REPLY, ENDING, GONE = Phase  # `Phase.HEAD` takes half a microsecond
+
+
 class _Transport:
-    """The connection as uvicorn sees it: closing it goes through the protocol, everything else straight to it."""
+    """The connection as uvicorn sees it: closing it and pausing go through the protocol, all else straight to it."""
 
     def __init__(self, transport: asyncio.Transport, protocol: LimitedProtocol) -> None:
         self._transport = transport
         self.write = transport.write  # an attribute of its own: this is called for every chunk
         self.close = protocol.close
         self.is_closing = protocol.is_closing
+        self.pause_reading = protocol.pause_reading
+        self.resume_reading = protocol.resume_reading
+
+    def let_go(self) -> None:
+        """The connection is lost; without a reference back to it, it needs no garbage collector."""
+        for name in ("close", "is_closing", "pause_reading", "resume_reading"):
+            setattr(self, name, getattr(self._transport, name))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -123,13 +112,14 @@ class LimitedProtocol(HttpToolsProtocol):
     a deadline away costs nothing."""
 
     limits: ClassVar[HttpLimits]
-    in_flight: ClassVar[Counter[str]]  # requests by client address
+    in_flight: ClassVar[dict[str, int]]  # requests by client address, where there are any
     _raw: asyncio.Transport  # what `transport` stands for
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._phase = Phase.FRESH
-        self._deadline = _NEVER  # of the phase
+        self._phase = FRESH
+        self._deadline = _NEVER  # of the phase; never, while reading is paused
+        self._seconds_left = _NEVER  # then
         self._write_deadline = _NEVER
         self._unwritten = 0  # bytes, when _write_deadline was set
         self._timer: asyncio.TimerHandle | None = None
@@ -137,7 +127,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._wire_bytes = 0  # read since the phase began, not counting the read it began in
         self._body_bytes = 0
         self._keep_alive = True  # after this request
-        self._refused: Refused | None = None  # waits for the answers to earlier requests
+        self._refusal: HttpRefusal | None = None  # waits for the answers to earlier requests
         self._upgrade: bytes | None = None  # a head that says how the body of a refused upgrade is framed
         self._replaying = False  # that head is being parsed
 
@@ -149,28 +139,31 @@ class LimitedProtocol(HttpToolsProtocol):
         self._set_deadline(self.limits.header_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._phase = Phase.GONE
+        self._phase = GONE
         self._deadline = self._write_deadline = _NEVER
+        self._refusal = None
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
         for cycle in self._open:  # uvicorn tells the newest only
             _disconnect(cycle)
         self._count(-len(self._open))
         self._open.clear()
         super().connection_lost(exc)
+        cast(_Transport, self.transport).let_go()
 
     def close(self) -> None:
         """Where uvicorn closes the transport. A client that still sends would get a reset, and lose the answer."""
         if self.is_closing():
             return
-        if self._phase in (Phase.HEAD, Phase.BODY, Phase.ENDING) or self.flow.read_paused:
+        if self._phase in (HEAD, BODY, ENDING) or self.flow.read_paused:
             self._end(b"")
         else:
             self._raw.close()
             self._watch_writes()
 
     def is_closing(self) -> bool:
-        return self._raw.is_closing() or (self._phase is Phase.ENDING and self._refused is None)
+        return self._raw.is_closing() or (self._phase is ENDING and self._refusal is None)
 
     def shutdown(self) -> None:
         self._keep_alive = False
@@ -179,22 +172,22 @@ class LimitedProtocol(HttpToolsProtocol):
     # Reading
 
     def data_received(self, data: bytes) -> None:
-        if self._phase is Phase.ENDING:
+        if self._phase is ENDING:
             return  # read only so that the kernel sends no reset
         self._unset_keepalive_if_required()
-        if self._phase in (Phase.FRESH, Phase.IDLE):
+        if self._phase in (FRESH, IDLE):
             self._begin_head()
         self._wire_bytes += len(data)
         try:
             self._parse(data)
-            if self._phase is Phase.HEAD and self._wire_bytes > self.limits.header_bytes:
-                raise self._headers_too_large()
+            if self._phase is HEAD and self._wire_bytes > self.limits.header_bytes:
+                raise headers_too_large(self.limits.header_bytes)
             # Neither trailers nor chunk extensions are body; both have to fit where headers do.
             framing = self._wire_bytes - self._body_bytes * _CHUNK_OF_ONE
-            if self._phase is Phase.BODY and framing > self.limits.header_bytes:
-                raise Refused(400, "bad_request", "The chunks of the body have too long extensions or trailers.")
-        except Refused as refused:
-            self._refuse(refused)
+            if self._phase is BODY and framing > self.limits.header_bytes:
+                raise HttpRefusal(400, "bad_request", "The chunks of the body have too long extensions or trailers.")
+        except HttpRefusal as refusal:
+            self._refuse(refusal)
 
     def _parse(self, data: bytes) -> None:
         try:
@@ -202,35 +195,28 @@ class LimitedProtocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as upgrade:
             self._stay_with_http(data[upgrade.args[0] :])
         except httptools.HttpParserError as error:
-            if isinstance(error.__context__, Refused):
+            if isinstance(error.__context__, HttpRefusal):
                 raise error.__context__ from None
-            raise Refused(400, "bad_request", "This is not a valid HTTP/1.1 request.") from None
+            raise HttpRefusal(400, "bad_request", "This is not a valid HTTP/1.1 request.") from None
 
     def on_message_begin(self) -> None:
         if self._replaying:
             return
         if len(self._open) >= MOST_PIPELINED:
-            raise _too_many(f"At most {MOST_PIPELINED} requests may wait for their answers on one connection.")
-        if self._phase is not Phase.HEAD:
+            raise too_many(f"At most {MOST_PIPELINED} requests may wait for their answers on one connection.")
+        if self._phase is not HEAD:
             self._begin_head()
         super().on_message_begin()
-
-    def on_url(self, url: bytes) -> None:
-        if not self._replaying:
-            super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._phase is Phase.HEAD:  # later ones are trailers: nothing of them belongs into the headers
-            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if self._replaying:
             return
         self._check_head()
         super().on_headers_complete()
+        self.headers = []  # for trailers: nothing of them belongs into the headers that the application has
         if not self.flow.write_paused:
             self._write_deadline = _NEVER
-        self._phase = Phase.BODY
+        self._phase = BODY
         self._wire_bytes = self._body_bytes = 0
         self._set_deadline(self.limits.body_seconds)
         self._open.append(self.cycle)
@@ -241,7 +227,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
         if self._body_bytes > self.limits.body_bytes:
-            raise self._body_too_large()
+            raise body_too_large(self.limits.body_bytes)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -250,50 +236,24 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_complete()
         if not self.cycle.response_started:
             self.cycle.keep_alive = self._keep_alive
-        self._phase, self._deadline = Phase.REPLY, _NEVER
+        self._phase = REPLY
+        self._set_deadline(_NEVER)
         self._wire_bytes = 0
 
     def _begin_head(self) -> None:
-        self._phase = Phase.HEAD
+        self._phase = HEAD
         self._wire_bytes = self._body_bytes = 0
         self._set_deadline(self.limits.header_seconds)
 
     def _check_head(self) -> None:
-        """Raises Refused for what must not reach the application, or would be read differently by a proxy."""
         version, method = self.parser.get_http_version(), self.parser.get_method()
         self.scope["method"] = method.decode()  # for the answer, if this is refused
-        size, length, hosts = len(method) + len(self.url) + len(b"  HTTP/1.1\r\n"), 0, 0
-        codings: list[bytes] = []
-        upgrade = b""
-        for name, value in self.headers:
-            size += len(name) + len(value) + 4
-            if name == b"content-length":
-                length = int(value)  # one, and digits: the parser has seen to it
-            elif name == b"transfer-encoding":
-                codings.append(value.lower())
-            elif name == b"host":
-                hosts += 1
-            elif name == b"upgrade":
-                upgrade = value.lower()
-        if size > self.limits.header_bytes:
-            raise self._headers_too_large()
-        if version not in ("1.0", "1.1"):
-            raise Refused(505, "http_version_not_supported", "This server speaks HTTP/1.1.")
-        if hosts > 1:
-            raise Refused(400, "bad_request", "A request has one Host header.")
-        if codings and (codings != [b"chunked"] or version == "1.0"):
-            raise Refused(400, "bad_request", "Transfer-Encoding must be chunked, and needs HTTP/1.1.")
-        if method == b"CONNECT":
-            raise Refused(501, "not_implemented", "This server is no proxy.")
+        framing = check_head(self.limits, version, method, self.url, self.headers)
         if self.parser.should_upgrade():
-            if upgrade == b"websocket":
-                raise Refused(400, "upgrade_not_supported", "This server does not speak WebSocket: use plain HTTP.")
-            framing = b"transfer-encoding: chunked" if codings else b"content-length: %d" % length
             self._upgrade = b"POST / HTTP/1.1\r\n" + framing + b"\r\n\r\n"
-        if length > self.limits.body_bytes:
-            raise self._body_too_large()
-        if self.client and 0 < self.limits.streams_per_client <= self.in_flight[self.client[0]]:
-            raise _too_many(f"At most {self.limits.streams_per_client} requests at once are taken from one address.")
+        most = self.limits.streams_per_client
+        if self.client and 0 < most <= self.in_flight.get(self.client[0], 0):
+            raise too_many(f"At most {most} requests at once are taken from one address.")
         if version == "1.0":
             self.expect_100_continue = False  # it would not know what to do with a 100
         if not self.url.startswith(b"/"):
@@ -314,13 +274,13 @@ class LimitedProtocol(HttpToolsProtocol):
 
     # Refusing and ending
 
-    def _refuse(self, refused: Refused) -> None:
+    def _refuse(self, refusal: HttpRefusal) -> None:
         """Answers the request that is being read, after those before it, and ends the connection. An application that
         has it already is told that its client has gone."""
         host, port = self.client or ("", 0)
-        self.logger.info("%s:%d refused: %d %s", host, port, refused.status, refused.code)
-        answer = refused.reply(self.server_state.default_headers, self._method())
-        if self._phase is Phase.BODY:
+        self.logger.info("%s:%d refused: %d %s", host, port, refusal.status, refusal.code)
+        answer = refusal.reply(self.server_state.default_headers, self._method())
+        if self._phase is BODY:
             if self._open and self._open[-1] is self.cycle:
                 self._open.pop()
                 self._count(-1)
@@ -330,15 +290,16 @@ class LimitedProtocol(HttpToolsProtocol):
             if self.cycle.response_started:
                 answer = b""
         if self._open:
-            self._phase, self._deadline = Phase.ENDING, _NEVER
-            self._refused = refused
+            self._phase = ENDING
+            self._set_deadline(_NEVER)
+            self._refusal = refusal
         else:
             self._end(answer)
 
     def _end(self, answer: bytes) -> None:
         """Writes the answer and half-closes; what the client still sends is dropped, so that it gets no reset before it
         has read the answer."""
-        self._phase, self._refused = Phase.ENDING, None
+        self._phase, self._refusal = ENDING, None
         for cycle in self._open:
             _disconnect(cycle)
         if self._raw.is_closing():
@@ -354,30 +315,25 @@ class LimitedProtocol(HttpToolsProtocol):
         self._open.popleft()
         self._count(-1)
         super().on_response_complete()
-        if self._refused is not None and not self._open:
-            self._end(self._refused.reply(self.server_state.default_headers, self._method()))
+        if self._refusal is not None and not self._open:
+            self._end(self._refusal.reply(self.server_state.default_headers, self._method()))
         elif not self._open:
-            if self._phase is Phase.REPLY:
-                self._phase = Phase.IDLE
+            if self._phase is REPLY:
+                self._phase = IDLE
             self._watch_writes()
 
     def _method(self) -> str:
         """Of the request being read, if that is known."""
         return "" if self.scope is None else self.scope.get("method", "")
 
-    def _headers_too_large(self) -> Refused:
-        most = self.limits.header_bytes
-        return Refused(431, "headers_too_large", f"The request line and headers must be at most {most} bytes.")
-
-    def _body_too_large(self) -> Refused:
-        return Refused(413, "body_too_large", f"The body must be at most {self.limits.body_bytes} bytes.")
-
     def _count(self, requests: int) -> None:
         if self.client is None or not self.limits.streams_per_client:
             return
-        self.in_flight[self.client[0]] += requests
-        if not self.in_flight[self.client[0]]:
-            del self.in_flight[self.client[0]]
+        address = self.client[0]
+        if now := self.in_flight.get(address, 0) + requests:
+            self.in_flight[address] = now
+        else:
+            self.in_flight.pop(address, None)
 
     # Time
 
@@ -400,11 +356,25 @@ class LimitedProtocol(HttpToolsProtocol):
             self._write_deadline = self.loop.time() + self.limits.write_seconds
             self._wake_at(self._write_deadline)
 
+    def pause_reading(self) -> None:
+        """Where uvicorn pauses the transport: the application does not read, and the client's time stands still."""
+        self._raw.pause_reading()
+        self._seconds_left, self._deadline = self._deadline - self.loop.time(), _NEVER
+
+    def resume_reading(self) -> None:
+        self._raw.resume_reading()
+        self._set_deadline(self._seconds_left)
+
     def _set_deadline(self, seconds: float) -> None:
-        self._deadline = self.loop.time() + seconds
-        self._wake_at(self._deadline)
+        if self.flow.read_paused:
+            self._seconds_left = seconds
+        else:
+            self._deadline = self.loop.time() + seconds
+            self._wake_at(self._deadline)
 
     def _wake_at(self, when: float) -> None:
+        if when == _NEVER:
+            return
         if self._timer is not None:
             if self._timer.when() <= when:
                 return
@@ -418,28 +388,26 @@ class LimitedProtocol(HttpToolsProtocol):
             self._late()
         if now >= self._write_deadline:
             self._check_reader()
-        earliest = min(self._deadline, self._write_deadline)
-        if earliest < _NEVER and self._phase is not Phase.GONE:
-            self._wake_at(earliest)
+        self._wake_at(min(self._deadline, self._write_deadline))
 
     def _late(self) -> None:
         self._deadline = _NEVER
-        if self._phase is Phase.ENDING:
+        if self._phase is ENDING:
             self._raw.abort()
-        elif self._phase is Phase.FRESH:
+        elif self._phase is FRESH:
             self._raw.close()
         elif self._raw.is_closing():
             return
-        elif self.flow.read_paused or (self._phase is Phase.BODY and self.cycle.waiting_for_100_continue):
-            # The client cannot go on: the application has not asked for more.
-            head = self._phase is Phase.HEAD
-            self._set_deadline(self.limits.header_seconds if head else self.limits.body_seconds)
-        elif self._phase is Phase.HEAD:
+        elif self._phase is BODY and self.expect_100_continue:
+            # The application has not asked for the body, or perhaps only just now.
+            self.expect_100_continue = self.cycle.waiting_for_100_continue
+            self._set_deadline(self.limits.body_seconds)
+        elif self._phase is HEAD:
             seconds = self.limits.header_seconds
-            self._refuse(Refused(408, "header_timeout", f"The headers did not come within {seconds:g} seconds."))
-        elif self._phase is Phase.BODY:
+            self._refuse(HttpRefusal(408, "header_timeout", f"The headers did not come within {seconds:g} seconds."))
+        elif self._phase is BODY:
             seconds = self.limits.body_seconds
-            self._refuse(Refused(408, "body_timeout", f"The body did not come within {seconds:g} seconds."))
+            self._refuse(HttpRefusal(408, "body_timeout", f"The body did not come within {seconds:g} seconds."))
 
     def _check_reader(self) -> None:
         if self._raw.get_write_buffer_size() > max(0, self._unwritten - WRITE_PROGRESS):
@@ -455,7 +423,3 @@ def _disconnect(cycle: RequestResponseCycle) -> None:
     cycle.disconnected = True
     cycle.waiting_for_100_continue = False
     cycle.message_event.set()
-
-
-def _too_many(message: str) -> Refused:
-    return Refused(429, "too_many_requests", message, (b"retry-after", b"1"))

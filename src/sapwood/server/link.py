@@ -58,7 +58,7 @@ _ANSWERS = 30.0  # seconds that a question may take
 class Lane:
     """One sample: tokens that nobody has taken yet, and its end."""
 
-    __slots__ = ("begun", "end", "job", "likely", "prompt", "tokens")
+    __slots__ = ("begun", "end", "job", "likely", "over", "prompt", "tokens")
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -67,6 +67,12 @@ class Lane:
         self.begun: Begun | None = None
         self.prompt: list[Likely | None] | None = None
         self.end: End | None = None
+        self.over = False  # whoever reads it has all that is wanted
+
+    @property
+    def news(self) -> bool:
+        """There is something that nobody has taken yet."""
+        return not self.over and (bool(self.tokens) or self.end is not None)
 
 
 class Job:
@@ -86,10 +92,7 @@ class Job:
 
     async def more(self) -> None:
         """Wait until a lane has tokens or an end, the client has left, or nothing has come for long."""
-        for lane in self.lanes:
-            if lane.tokens or lane.end is not None:
-                return
-        if self.gone or self.idle:
+        if self.gone or self.idle or any(lane.news for lane in self.lanes):
             return
         self._waiter = asyncio.get_running_loop().create_future()
         try:

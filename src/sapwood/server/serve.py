@@ -34,6 +34,7 @@ Flags may also stand in a file (--config server.yaml, .toml or .json: max_model_
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="sapwood serve",
+        usage="sapwood serve [MODEL] [flags]",
         description="Serve a model over HTTP, as OpenAI's API: chat completions, completions, responses and messages.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
