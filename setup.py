@@ -14,7 +14,7 @@ from typing import Any
 from setuptools import setup
 
 OUTSIDE = {
-    "cache": {"__init__", "check", "events", "explain", "facade", "group", "namespace", "tokens"},
+    "cache": {"__init__", "check", "events", "explain", "facade", "group", "held", "namespace", "outline", "tokens"},
     "scheduler": {"__init__", "config", "events", "outcome", "plan", "policy", "prefetch", "request", "scheduler"},
 }
 WANTED = os.environ.get("SAPWOOD_COMPILE", "0") == "1"

@@ -9,6 +9,7 @@ from .explain import Explanation
 from .facade import HybridPrefixCache
 from .families import Family, register_family
 from .group import CacheGroup, validate_groups, whole_number
+from .held import held_events
 from .lease import Binding, Lease, Match, PageCopy, Span
 from .load import Landed
 from .namespace import Namespace
@@ -47,6 +48,7 @@ __all__ = [
     "Span",
     "Stayed",
     "StoreOperation",
+    "held_events",
     "register_family",
     "token_bytes",
     "validate_groups",

@@ -214,9 +214,13 @@ def available_bytes() -> int | None:
     with contextlib.suppress(OSError, ValueError, KeyError):
         told = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         found.append(int(told["MemAvailable"].split()[0]) * 1024)
-    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # what a container may have, if it has a limit
-        with contextlib.suppress(OSError, ValueError):
-            found.append(int(Path("/sys/fs/cgroup", limit).read_text()))
+    names = {"": ("memory.max", "memory.current"), "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes")}
+    for folder, (limit, use) in names.items():
+        with contextlib.suppress(OSError, ValueError, KeyError):  # a container's limit, and what it has taken of that
+            group = Path("/sys/fs/cgroup", folder)
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            taken = int((group / use).read_text()) - int(stat["inactive_file"])  # files would make room
+            found.append(max(0, int((group / limit).read_text()) - taken))
     return min(found) if found else None
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sapwood.cache import CacheGroup
 
-from .arena import DeviceArena, HostArena
+from .arena import DeviceArena, HostArena, aligned
 from .transfer import Kind, Mover, Part, runs, told
 
 log = logging.getLogger(__name__)
@@ -82,6 +82,8 @@ class TorchArena(DeviceArena):
 
     @staticmethod
     def _zeros(shape: tuple[int, int], device: Any = "cpu") -> Any:
+        if torch.device(device).type == "cpu":  # taken when it is first written: a start need not wait for gigabytes
+            return torch.from_numpy(aligned(shape))
         return torch.zeros(shape, dtype=torch.uint8, device=device)
 
     def _look(self, group: str, array: Any) -> None:

@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from sapwood.cache.held import held_events
+from sapwood.cache import held_events
 from sapwood.engine.requests import Requests
 from sapwood.engine.samples import Sample
 

@@ -25,8 +25,7 @@ from typing import NamedTuple
 import msgspec
 import zmq
 
-from sapwood.cache import AllBlocksCleared, BlockStored, KVEvent, Namespace
-from sapwood.cache.held import held_events
+from sapwood.cache import AllBlocksCleared, BlockStored, KVEvent, Namespace, held_events
 
 from .kv_events_config import KVEventsConfig
 
@@ -176,10 +175,9 @@ class KVEventPublisher:
         self.wants_snapshot = False
         self.endpoint = self.replay_endpoint = ""
         self._next = config.first_sequence if config.first_sequence is not None else time.time_ns() // 1000
-        self._lost = -1  # the last batch that was dropped
-        self._queue: SimpleQueue[_Queued | None] = (
-            SimpleQueue()
-        )  # wakes the thread without letting go of the interpreter
+        self._dropped = -1  # the last batch there was no room for
+        # This kind of queue wakes the thread without letting go of the interpreter: the step goes on.
+        self._queue: SimpleQueue[_Queued | None] = SimpleQueue()
         self._most = config.max_queue_size
         self._counts = dict.fromkeys(("batches", "dropped", "failed", "replays", "snapshots"), 0)
         self._closing = not config.active
@@ -191,6 +189,7 @@ class KVEventPublisher:
         self._topic = config.topic.encode()
         self._first = self._floor = self._next  # from `_floor` on the buffer has every batch up to `_last`
         self._last = self._next - 1
+        self._failed = -1  # the last batch that could not be packed
         self._buffer: deque[_Sent] = deque()
         self._buffered = 0  # bytes
         self._snapshot: _Sent | None = None
@@ -199,6 +198,7 @@ class KVEventPublisher:
         self._waiting: list[tuple[bytes, ...]] = []  # clients that are answered with a snapshot
         self._replays: list[_Replay] = []
         self._stalled = False  # no replay under way can go on just now
+        self._told: set[str] = set()  # what was logged once
         self._open()
         self.publish([AllBlocksCleared()])
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
@@ -214,7 +214,7 @@ class KVEventPublisher:
         self._next = sequence + 1
         if self._queue.qsize() >= self._most:
             self._counts["dropped"] += 1
-            self._lost = sequence
+            self._dropped = sequence
         else:
             self._queue.put(_Queued(sequence, time.time(), events, False))
 
@@ -309,6 +309,10 @@ class KVEventPublisher:
         except Exception:  # a gap, as if it had been dropped
             self._counts["failed"] += 1
             log.exception("KV events: batch %d could not be packed", batch.sequence)
+            if batch.snapshot:
+                self._waiting.clear()  # they ask again; to ask the engine for ever would be no help
+            else:
+                self._failed = batch.sequence
             return
         if batch.snapshot:
             self._counts["snapshots"] += 1
@@ -359,15 +363,15 @@ class KVEventPublisher:
             except zmq.Again:
                 return
             if len(start) != 8 or not (len(client) == 1 or (len(client) == 2 and not client[1])):
-                log.warning("KV events: a replay request that is no sequence number in 8 bytes")
+                self._tell("a replay request that is no sequence number in 8 bytes is passed over")
             elif len(self._replays) + len(self._waiting) >= _CLIENTS:
-                log.warning("KV events: more than %d replays at a time; one is not answered", _CLIENTS)
+                self._tell(f"more than {_CLIENTS} replays at a time: some are not answered")
             else:
                 self._answer(tuple(client), int.from_bytes(start, "big"))
 
     def _answer(self, client: tuple[bytes, ...], start: int) -> None:
         self._counts["replays"] += 1
-        if self._lost > self._last:  # nothing that was sent since tells of it
+        if max(self._dropped, self._failed) > self._last:  # it was lost, and no gap tells of it yet
             self._waiting.append(client)
         elif start <= self._last + 1 and (start >= self._floor or self._floor == self._first):
             self._replays.append(_Replay(client, deque(each for each in self._buffer if each.sequence >= start)))
@@ -399,10 +403,16 @@ class KVEventPublisher:
             except zmq.Again:
                 if time.monotonic() - replay.since > _STALLED:
                     self._replays.remove(replay)
-                    log.warning("KV events: a client takes no more of its replay; it is given up")
+                    self._tell("a client takes no more of its replay: it is given up")
             except zmq.ZMQError:  # it has gone
                 self._replays.remove(replay)
         return moved
+
+    def _tell(self, what: str) -> None:
+        """In the log, once: clients could fill it."""
+        if what not in self._told:
+            self._told.add(what)
+            log.warning("KV events: %s", what)
 
     def _frames(self, client: tuple[bytes, ...], topic: bytes, sequence: bytes, payload: bytes) -> Sequence[bytes]:
         """A message of a replay: with a topic as in newer versions of vLLM, and without one as in all others."""

@@ -118,6 +118,7 @@ class _Server:
             lifespan="off",
             log_config=None,
             access_log=False,
+            proxy_headers=False,
             server_header=False,
             date_header=False,
             timeout_keep_alive=75,
