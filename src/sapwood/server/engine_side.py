@@ -58,6 +58,7 @@ from .messages import (
 log = logging.getLogger(__name__)
 AHEAD = 16  # steps that are sent before the API must have taken the first of them
 _RESTS = 1.0  # seconds at most
+_COLLECTS = 30.0  # seconds without rest after which the youngest garbage is collected all the same
 _SILENT = 1.0  # seconds after which the API hears that the engine lives
 _PR_SET_PDEATHSIG = 1
 
@@ -102,7 +103,7 @@ class EngineSide:
         gc.collect()
         gc.freeze()
         gc.disable()  # a collection would be in the middle of a step; there is time for it when nothing runs
-        resting = False
+        resting, collected = False, time.monotonic()
         while not self.stopping:
             while self.inbox:
                 self._take(self.inbox.popleft())
@@ -118,6 +119,9 @@ class EngineSide:
             elif not engine.samples and not resting:
                 gc.collect(1)
                 resting = True
+            elif time.monotonic() - collected > _COLLECTS:  # somebody always runs
+                gc.collect(0)
+                collected = time.monotonic()
             if self._events is not None:
                 self._publish(self._events)
             self.answers.poll()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -166,6 +167,8 @@ class _Server:
         if config.record_trace is not None:
             self.recorder = self.recorder or TraceRecorder(config.record_trace, config.record_trace_bytes, None)
             self.app.watchers.append(self.recorder.finished)
+        gc.collect()
+        gc.freeze()  # what was loaded stays: collections look at requests alone
         self._say_ready(ready, loaded)
 
     def _name(self, ready: Ready) -> str:

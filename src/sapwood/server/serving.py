@@ -254,8 +254,6 @@ class Serving:
             asked = params.max_tokens or 1
             if len(prompt.ids) + (asked if params.max_tokens else 1) > self.limit:
                 raise self._too_long(len(prompt.ids), asked if len(prompt.ids) < self.limit else 0)
-        if request.truncate_prompt_tokens is not None and request.truncate_prompt_tokens < 1:
-            raise bad("truncate_prompt_tokens", "truncate_prompt_tokens must be 1 or more")
         self._admit(lanes)
         words = list(bad_word_tokens(self.tokenizer().tokenizer, params)) if params.bad_words else []
         job = self.link.job(lanes)
