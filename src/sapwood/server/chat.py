@@ -110,7 +110,8 @@ class ChatWriter:
             reasoning = serving.config.reasoning_parser == "think"
         self.shows_reasoning = request.include_reasoning is not False
         text = generation.prompts[0].text
-        self.samples = [_Sample(Spoken(tools, reasoning, text), serving.tool_parser) for _ in range(generation.params.n)]
+        n, parser = generation.params.n, serving.tool_parser
+        self.samples = [_Sample(Spoken(tools, reasoning, text), parser) for _ in range(n)]
 
     # ---- as a stream
 

@@ -119,7 +119,7 @@ class EngineSide:
             elif not engine.samples and not resting:
                 gc.collect(1)
                 resting = True
-            elif time.monotonic() - collected > _COLLECTS:  # somebody always runs
+            if not resting and time.monotonic() - collected > _COLLECTS:  # somebody always runs
                 gc.collect(0)
                 collected = time.monotonic()
             if self._events is not None:
