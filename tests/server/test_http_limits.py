@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import gc
 import json
 import shutil
 import socket
@@ -12,6 +13,7 @@ import ssl
 import subprocess
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -188,7 +190,7 @@ class Running:
         self.protocol = limited_protocol(limits)
         settings: dict[str, Any] = {"loop": "uvloop", "ws": "none", "lifespan": "off", "log_config": None, **config}
         self.uvicorn = uvicorn.Server(uvicorn.Config(self.app, http=self.protocol, **settings))
-        self.thread = threading.Thread(target=self.uvicorn.run, kwargs={"sockets": [self.sock]})
+        self.thread = threading.Thread(target=self.uvicorn.run, kwargs={"sockets": [self.sock]}, daemon=True)
         self.thread.start()
         self.clients: list[Client] = []
 
@@ -305,7 +307,7 @@ def test_slow_headers_are_late_however_busy_the_client_looks(server, begun, more
 def test_large_headers_are_refused(server, head, whole):
     """The client reads the answer after it has sent everything, and has it without a reset; or it never ends.
 
-    Mutation: `_check_head` does not compare `size`; `data_received` does not compare `_wire_bytes`; `_end` closes at
+    Mutation: `check_head` does not compare `size`; `data_received` does not compare `_wire_bytes`; `_end` closes at
     once.
     """
     client = server.connect()
@@ -323,7 +325,7 @@ def test_large_headers_are_refused(server, head, whole):
 def test_headers_up_to_the_limit_are_taken(server):
     """Header bytes are counted exactly when all of them are there, also behind a body that came in the same read.
 
-    Mutation: `_check_head` compares `size` with half of `header_bytes`.
+    Mutation: `check_head` compares `size` with half of `header_bytes`.
     """
     size = len(get("/fits", b"a: "))
     head = get("/fits", b"a: " + b"x" * (SMALL.header_bytes - size))
@@ -335,7 +337,7 @@ def test_headers_up_to_the_limit_are_taken(server):
 def test_a_body_larger_than_the_limit_is_refused_by_its_length(server):
     """Before the first byte of it and without the application; also to a client that sends all of it before it reads.
 
-    Mutation: `_check_head` does not compare `length`; `_end` closes at once.
+    Mutation: `check_head` does not compare `length`; `_end` closes at once.
     """
     client = server.send(post_head("/", b"content-length: %d" % (SMALL.body_bytes + 1)))
     answer = client.last_answer()
@@ -391,7 +393,7 @@ def test_a_body_cannot_hide_bytes_in_its_framing(server, rest):
 def test_trailers_are_no_headers(server):
     """What comes after the body cannot pass for a header that somebody checked.
 
-    Mutation: `on_header` takes every header.
+    Mutation: `on_headers_complete` leaves `headers` as they are.
     """
     client = server.send(post_head("/", CHUNKED), chunk(b"abc"), b"0\r\nauthorization: admin\r\n\r\n")
     assert client.answer().body == b"/ 3"
@@ -417,7 +419,7 @@ def test_a_slow_body_is_late_however_busy_the_client_looks(server, head):
 def test_a_slow_application_is_not_the_clients_fault(expect):
     """The body's time does not run out while the application is the one that does not read.
 
-    Mutation: `_late` does not look at `read_paused`; it does not look at `waiting_for_100_continue`.
+    Mutation: `pause_reading` leaves `_deadline` as it is; `_late` does not look at `expect_100_continue`.
     """
     with running(HttpLimits(body_seconds=SMALL.body_seconds)) as server:
         body = b"x" * 8_000_000
@@ -434,7 +436,7 @@ def test_a_slow_application_is_not_the_clients_fault(expect):
 def test_expect_continue(server):
     """A body that fits is asked for, one that does not is refused before it is sent, and HTTP/1.0 knows no 100.
 
-    Mutation: `_check_head` leaves `length` to `on_body`; it leaves `expect_100_continue` as it is.
+    Mutation: `check_head` leaves `length` to `on_body`; `_check_head` leaves `expect_100_continue` as it is.
     """
     expect = b"expect: 100-continue"
     client = server.send(post_head("/", b"content-length: 3", expect))
@@ -551,7 +553,7 @@ def test_a_bad_request_waits_for_the_answers_before_it(server, bad, status):
 def test_a_connection_ends_when_the_request_before_the_refused_one_ends_it(server, path):
     """Nothing is left to answer after an application that failed, or after an answer that was the last.
 
-    Mutation: `close` does nothing while `_refused` waits.
+    Mutation: `close` does nothing while `_refusal` waits.
     """
     client = server.send(get(path), b"garbage\r\n\r\n")
     answers = b"".join(iter(lambda: client.sock.recv(1 << 20), b""))
@@ -616,7 +618,7 @@ def shared_server() -> Iterator[Running]:
 def test_what_is_no_request_gets_an_error_in_openais_form(shared_server, request_bytes):
     """Everything that two servers may read differently is refused, and no application sees it.
 
-    Mutation: `_parse` lets uvicorn answer; `_check_head` does not look at `hosts`, `codings` or `upgrade`.
+    Mutation: `check_head` does not look at `hosts`, `codings` or `upgrade`.
     """
     server = shared_server
     calls = len(server.app.scopes)
@@ -646,7 +648,7 @@ def test_a_broken_chunk_ends_the_request(server, data):
 def test_other_versions_and_methods(server):
     """HTTP/1.0 is served, other versions and CONNECT are not. An answer to HEAD has no body, also an error.
 
-    Mutation: `_check_head` does not look at `version`, or `method`; `reply` does not look at `method`.
+    Mutation: `check_head` does not look at `version`, or `method`; `reply` does not look at `method`.
     """
     assert server.send(b"GET /old HTTP/1.0\r\n\r\n").last_answer().body == b"/old 0"
     assert server.send(b"GET / HTTP/2.0\r\n\r\n").last_answer().status == 505
@@ -720,6 +722,29 @@ def test_one_address_has_so_many_requests_at_once():
         holding[1].sock.close()
         assert server.app.saw_disconnect()
         assert not server.protocol.in_flight
+
+
+def test_connections_need_no_garbage_collector(server):
+    """However they end: a server that collects rarely, so that its streams do not stutter, must not grow.
+
+    Mutation: `let_go` does nothing; `connection_lost` leaves `_refusal` as it is.
+    """
+    gc.collect()
+    gc.disable()
+    try:
+        known = weakref.WeakSet()
+        bad, held = b"garbage\r\n\r\n", get("/hold")
+        for sent in [b"", get("/"), bad, get("/") + bad, post("/early", b"x" * 70_000), held, held + bad]:
+            client = server.send(sent)
+            assert eventually(lambda: bool(server.uvicorn.server_state.connections))
+            known.update(server.uvicorn.server_state.connections)
+            if sent and not sent.startswith(held):
+                client.answer()
+            client.sock.close()
+            assert server.has_no_connections()
+        assert eventually(lambda: not known), list(known)
+    finally:
+        gc.enable()
 
 
 def test_a_server_that_stops_lets_the_body_come_and_then_closes():
