@@ -157,7 +157,8 @@ def soak(seconds: float, streams: int, seed: int, **flags: Any) -> dict[str, Any
         assert pages["leases"] == pages["flight"] == 0, pages
         assert pages["free"] + pages["tree"] == pages["capacity"], pages
         assert server.get("/health").status == 200
-        assert not [line for line in server.lines if "Traceback" in line and "RuntimeError" not in line]
+        told = [line for line in server.lines if "Traceback" in line]  # that of a step that was to fail, once
+        assert len(told) <= 1, "\n".join(server.lines[-50:])
         for name, (files, size) in after.items():
             assert files <= before[name][0] + 8, (name, before, after)
             assert size <= before[name][1] * 1.25 + 40, (name, before, after)

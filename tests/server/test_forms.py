@@ -34,7 +34,7 @@ TOOL = {
 
 
 def ask(server: Running, **more):
-    return server.post(CHAT, {"messages": [{"role": "user", "content": "a tree"}], "max_tokens": 200, **more})
+    return server.post(CHAT, {"messages": [{"role": "user", "content": "a tree"}], "max_tokens": 3000, **more})
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_the_answer_has_the_form(server: Running, more, right):
         for choice in told.json["choices"]:
             assert right(choice["message"]["content"]), choice
             assert choice["finish_reason"] == "stop"
-    stream = server.stream(CHAT, {"messages": [{"role": "user", "content": "a tree"}], "max_tokens": 200, **more})
+    stream = server.stream(CHAT, {"messages": [{"role": "user", "content": "a tree"}], "max_tokens": 3000, **more})
     assert right(stream.text())
 
 
@@ -71,7 +71,6 @@ def test_the_answer_has_the_form(server: Running, more, right):
     [
         {"structured_outputs": {"regex": "(a"}},
         {"structured_outputs": {"grammar": "start: nothing"}},
-        {"structured_outputs": {"regex": "(a{1000}){1000}{1000}"}},
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}},
         {"structured_outputs": {"choice": []}},
         {"structured_outputs": {"choice": ["a"], "regex": "b"}},
@@ -104,7 +103,14 @@ def test_calls_that_are_demanded(server: Running, choice):
     assert choice_["message"]["content"] is None
     assert choice_["finish_reason"] == ("tool_calls" if choice == "required" else "stop")
     stream = server.stream(
-        CHAT, {"messages": [{"role": "user", "content": "a tree"}], "tools": [TOOL], "tool_choice": choice, "seed": 5}
+        CHAT,
+        {
+            "messages": [{"role": "user", "content": "a tree"}],
+            "tools": [TOOL],
+            "tool_choice": choice,
+            "seed": 5,
+            "max_tokens": 3000,
+        },
     )
     names, arguments = {}, {}
     for event in stream.events():
