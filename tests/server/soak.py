@@ -74,8 +74,8 @@ class Soak:
 
     async def _ended(self, reader: asyncio.StreamReader, kind: str) -> bytes:
         answer = await reader.read()
-        if b" 200 OK" not in answer[:20] or b'"error"' in answer:
-            at = max(0, answer.find(b'"error"'))
+        if b" 200 OK" not in answer[:20] or b'{"error"' in answer:
+            at = max(0, answer.find(b'{"error"'))
             self.wrong.append(f"{kind}: {answer[:20]!r} {answer[at : at + 400]!r}")
         return answer
 
