@@ -39,7 +39,7 @@ def logged() -> Iterator[Callable[..., Callable[[], list[str]]]]:
 
 DONE = over(
     prompt(800, 700, "diverged", host=200, store=100, shared=50, queued=0.0041),
-    prompt(12, 0, "short", queued=0.0021),
+    prompt(12, 11, "hit", shared=8, queued=0.0021),
     generated=20,
     reasons=["stop", "length", "stop"],
 )
@@ -57,7 +57,7 @@ def test_a_request_is_one_line(logged):
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}", when)
     assert said == (
         'INFO    request id=req-1 path=/v1/chat/completions status=200 model="a model" prompt_tokens=812 '
-        "cached_tokens=700 cached_device=350 cached_host=200 cached_store=100 cached_shared=50 generated_tokens=20 "
+        "cached_tokens=711 cached_device=353 cached_host=200 cached_store=100 cached_shared=58 generated_tokens=20 "
         "reason=stop,length queue_seconds=0.0041 first_seconds=0.1 total_seconds=2.0 tokens_per_second=10.5"
     )
 
@@ -81,11 +81,11 @@ def test_a_request_is_one_object(logged):
         "status": 500,
         "model": "sql",
         "prompt_tokens": 812,
-        "cached_tokens": 700,
-        "cached_device": 350,
+        "cached_tokens": 711,
+        "cached_device": 353,
         "cached_host": 200,
         "cached_store": 100,
-        "cached_shared": 50,
+        "cached_shared": 58,
         "generated_tokens": 20,
         "reason": "stop,length",
         "queue_seconds": 0.0041,
@@ -179,17 +179,18 @@ def test_our_own_lines_may_be_several(logged):
     ],
 )
 def test_levels(logged, level, heard):
-    """Ours from the level on; of others what they warn of. Setting it up again changes it, and no line comes twice.
+    """Ours from the level on; of others what they warn of. Setting it up again takes the place of what was before.
 
     Mutation: `set_up` adds its handler to those there are; or gives the level to everybody.
     """
-    logged("json", "debug")
+    before = logged("json", "debug")
     lines = logged("json", level)
     for name in ("debug", "info", "warning", "error"):
         logging.getLogger("sapwood.x").log(getattr(logging, name.upper()), name)
         logging.getLogger("httpx").log(getattr(logging, name.upper()), "their %s", name)
     RequestLog().finished(over(prompt(3), status=503))
     said = [json.loads(line)["message"] for line in lines()]
+    assert before() == []
     assert [each for each in said if each != "request"] == sorted(heard, key=said.index)
     assert ("request" in said) == (level != "error") and set(heard) == {*said} - {"request"}
 
@@ -233,6 +234,6 @@ def test_what_was_done_since_the_last_look(monkeypatch):
     recent.finished(DONE)
     recent.finished(over(prompt(99, 0, ""), generated=1))
     clock[0] = 104.0
-    assert recent.take() == Interval(4.0, 812, 700, 21)
+    assert recent.take() == Interval(4.0, 812, 711, 21)
     clock[0] = 105.0
     assert recent.take() == Interval(1.0, 0, 0, 0)
