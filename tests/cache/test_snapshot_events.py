@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from sapwood.cache import AllBlocksCleared, BlockStored
+from sapwood.cache import AllBlocksCleared, BlockStored, held_events
 from sapwood.cache.events import MEDIUM
-from sapwood.cache.held import held_events
 
 from .chaos import LAYOUTS, Chaos, act, real_blocks
 from .driver import BASE, full, state, toks, window

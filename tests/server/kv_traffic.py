@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from sapwood.cache import BlockStored, HybridPrefixCache
-from sapwood.server.kv_events import END, KVEventPublisher, KVEventsConfig, held_events, salt_key
+from sapwood.cache import BlockStored, HybridPrefixCache, held_events
+from sapwood.server.kv_events import END, KVEventPublisher, KVEventsConfig, salt_key
 
 from ..cache.chaos import Chaos, act, random_prompt
 

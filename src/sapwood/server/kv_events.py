@@ -25,11 +25,11 @@ from typing import NamedTuple
 import msgspec
 import zmq
 
-from sapwood.cache import AllBlocksCleared, BlockStored, KVEvent, Namespace, held_events
+from sapwood.cache import AllBlocksCleared, BlockStored, KVEvent, Namespace
 
 from .kv_events_config import KVEventsConfig
 
-__all__ = ["KVEventPublisher", "KVEventsConfig", "held_events", "lora_id_of", "salt_key"]
+__all__ = ["KVEventPublisher", "KVEventsConfig", "lora_id_of", "salt_key"]
 
 log = logging.getLogger(__name__)
 END = (-1).to_bytes(8, "big", signed=True)  # the sequence number of a replay's last message
