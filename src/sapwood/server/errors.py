@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -50,6 +52,28 @@ class ApiError(Exception):
 
     def encoded(self) -> bytes:
         return msgspec.json.encode(self.body)
+
+
+class _Short(reprlib.Repr):
+    """The beginning of a value: what is left out is not looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxlist, self.maxstring, self.maxother = 4, 8, 60, 60
+
+    def repr_dict(self, x: Mapping[Any, Any], level: int) -> str:  # reprlib's own sorts all of it
+        if level <= 0:
+            return "{...}"
+        some = [f"{self.repr1(key, level - 1)}: {self.repr1(x[key], level - 1)}" for key in islice(x, self.maxlist)]
+        return f"{{{', '.join(some + ['...'] * (len(x) > self.maxlist))}}}"
+
+
+_short = _Short()
+
+
+def shown(value: object) -> str:
+    """A client's value for an error, in at most 60 characters."""
+    return _short.repr(value)[:60]
 
 
 def bad(param: str | None, message: str) -> ApiError:
