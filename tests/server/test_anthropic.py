@@ -386,6 +386,29 @@ def test_max_tokens_is_demanded():
     assert app.post(f"{PATH}/count_tokens", {"messages": HI}).status == 200
 
 
+# ---- over HTTP, with a scheduler and a cache
+
+
+@pytest.mark.server
+@pytest.mark.xdist_group("http")
+def test_what_was_written_is_read_by_the_next_message(server):
+    """What the first message wrote to the cache, the second reads, marks or none; a stream tells the same.
+
+    Mutation: `_usage` tells what is read as written.
+    """
+    words = "ten nine eight seven six five four three two one " * 20
+    asked = {"messages": [{"role": "user", "content": words}], "max_tokens": 5}
+    first = server.post(PATH, asked).json["usage"]
+    *_, ended, _ = server.stream(PATH, asked).events()
+    second = ended["usage"]
+    prompt = server.post(f"{PATH}/count_tokens", asked).json["input_tokens"]
+    names = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+    assert sum(first[name] for name in names) == sum(second[name] for name in names) == prompt
+    assert first["cache_creation_input_tokens"] > 180
+    assert second["cache_read_input_tokens"] >= first["cache_creation_input_tokens"]
+    assert second["cache_creation_input_tokens"] == 0
+
+
 # ---- the official client
 
 

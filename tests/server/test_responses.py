@@ -456,6 +456,28 @@ def test_what_changes_nothing_is_taken():
     assert told["status"] == "completed" and told["parallel_tool_calls"] is False
 
 
+# ---- over HTTP, with a scheduler and a cache
+
+
+@pytest.mark.server
+@pytest.mark.xdist_group("http")
+def test_a_response_that_follows_is_served_from_the_cache(server):
+    """The conversation before it was computed once: its pages are read, and the end of the stream says so.
+
+    Mutation: `responses` puts what is new before what was said.
+    """
+    words = "one two three four five six seven eight nine ten " * 20
+    first = server.post(PATH, {"input": words, "max_output_tokens": 40}).json
+    before = first["usage"]["input_tokens"]
+    assert first["status"] == "incomplete" and first["usage"]["output_tokens"] == 40 and before > 200
+    stream = server.stream(PATH, {"input": "more", "previous_response_id": first["id"], "max_output_tokens": 4})
+    *_, last = stream.events()
+    assert last["type"] == "response.incomplete"
+    usage = last["response"]["usage"]
+    assert usage["input_tokens"] > before and usage["output_tokens"] == 4
+    assert usage["input_tokens_details"]["cached_tokens"] >= before // 16 * 16
+
+
 # ---- the official client
 
 

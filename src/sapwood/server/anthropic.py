@@ -8,13 +8,15 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
+from sapwood.engine.params import MOST_STOP_LENGTH, MOST_STOPS
+
 from .anthropic_blocks import chat_choice, chat_messages, chat_tools
 from .blocks import Block, Blocks, Closed, Opened, Step
 from .conversation import begin, in_words_of, prompt_of, refuse, written_to_cache
-from .errors import ApiError, bad, unsupported
+from .errors import ApiError, bad, shown, unsupported
 from .generation import Generation, Piece, Prompt
 from .http import Call, named_event
-from .schemas import Count, ResponseFormat, Sampling, Strings, Text, parse
+from .schemas import Count, ResponseFormat, Sampling, Text, parse
 from .serving import Serving
 from .spoken import Spoken, Tools, read_tools
 
@@ -36,6 +38,8 @@ _ERRORS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+
+_Word = Annotated[str, Meta(max_length=MOST_STOP_LENGTH)]
 
 
 class Thinking(Struct, kw_only=True):
@@ -69,7 +73,7 @@ class CountRequest(Sampling, kw_only=True):
 
 class MessagesRequest(CountRequest, kw_only=True):
     max_tokens: Count
-    stop_sequences: Strings | None = None
+    stop_sequences: Annotated[list[_Word], Meta(max_length=MOST_STOPS)] | None = None
 
 
 _UNSUPPORTED = {
@@ -134,7 +138,7 @@ def _template(request: CountRequest) -> dict[str, Any]:
     thinking = request.thinking
     if thinking is not None:
         if thinking.type not in ("enabled", "adaptive", "disabled"):
-            raise unsupported("thinking.type", f"it must be enabled, adaptive or disabled, got {thinking.type!r:.60}")
+            raise unsupported("thinking.type", f"it must be enabled, adaptive or disabled, got {shown(thinking.type)}")
         if thinking.display not in (None, "summarized"):
             raise unsupported("thinking.display", "thinking is told as it is")
         if thinking.type != "adaptive":
@@ -149,11 +153,11 @@ def _format(request: CountRequest) -> ResponseFormat | None:
     if given is None:
         return None
     if given.get("type") != "json_schema":
-        raise unsupported("output_config.format.type", f"it must be json_schema, got {given.get('type')!r:.60}")
+        raise unsupported("output_config.format.type", f"it must be json_schema, got {shown(given.get('type'))}")
     schema = given.get("schema")
     if not isinstance(schema, dict):
         raise bad(
-            "output_config.format.schema", f"output_config.format.schema must be a JSON schema, got {schema!r:.60}"
+            "output_config.format.schema", f"output_config.format.schema must be a JSON schema, got {shown(schema)}"
         )
     return ResponseFormat(type="json_schema", json_schema={"schema": schema})
 

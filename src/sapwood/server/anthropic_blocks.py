@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .errors import bad, unsupported
+from .errors import bad, shown, unsupported
 
+MOST_BLOCKS = 4096
 _ROLES = ("user", "assistant", "system")
 
 
@@ -19,12 +20,12 @@ def chat_messages(system: Any, given: Sequence[Mapping[str, Any]]) -> list[dict[
     for at, message in enumerate(given):
         path, role = f"messages[{at}]", message.get("role")
         if role not in _ROLES:
-            raise bad(f"{path}.role", f"{path}.role must be one of {', '.join(_ROLES)}, got {role!r:.60}")
+            raise bad(f"{path}.role", f"{path}.role must be one of {', '.join(_ROLES)}, got {shown(role)}")
         content, path = message.get("content"), f"{path}.content"
         if role == "system" or isinstance(content, str):
             messages.append({"role": role, "content": _texts(content, path)})
-        elif not isinstance(content, list) or not content:
-            raise bad(path, f"{path} must be text or a list of blocks, got {content!r:.60}")
+        elif not isinstance(content, list) or not 0 < len(content) <= MOST_BLOCKS:
+            raise bad(path, f"{path} must be text or a list of 1 to {MOST_BLOCKS} blocks, got {shown(content)}")
         elif role == "assistant":
             messages.append(_said(content, path, names))
         else:
@@ -45,11 +46,11 @@ def _said(content: Sequence[Any], path: str, names: dict[str, str]) -> dict[str,
         elif kind == "tool_use":
             id, name, arguments = _string(block, "id", where), _string(block, "name", where), block.get("input")
             if not isinstance(arguments, dict):
-                raise bad(f"{where}.input", f"{where}.input must be an object, got {arguments!r:.60}")
+                raise bad(f"{where}.input", f"{where}.input must be an object, got {shown(arguments)}")
             names[id] = name
             calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}})
         elif kind != "redacted_thinking":  # which nobody here can read
-            raise unsupported(f"{where}.type", f"it must be text, thinking or tool_use, got {kind!r:.60}")
+            raise unsupported(f"{where}.type", f"it must be text, thinking or tool_use, got {shown(kind)}")
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
@@ -73,7 +74,7 @@ def _asked(content: Sequence[Any], path: str, names: Mapping[str, str]) -> list[
                 texts = []
             messages.append(_result(block, where, names))
         else:
-            raise unsupported(f"{where}.type", f"it must be text or tool_result, got {kind!r:.60}")
+            raise unsupported(f"{where}.type", f"it must be text or tool_result, got {shown(kind)}")
     if texts:
         messages.append({"role": "user", "content": "\n".join(texts)})
     return messages
@@ -82,7 +83,7 @@ def _asked(content: Sequence[Any], path: str, names: Mapping[str, str]) -> list[
 def _result(block: Mapping[str, Any], where: str, names: Mapping[str, str]) -> dict[str, Any]:
     id = _string(block, "tool_use_id", where)
     if id not in names:
-        raise bad(f"{where}.tool_use_id", f"{where}.tool_use_id must be the id of a tool_use before, got {id!r:.60}")
+        raise bad(f"{where}.tool_use_id", f"{where}.tool_use_id must be the id of a tool_use before, got {shown(id)}")
     content = block.get("content")
     text = "" if content is None else _texts(content, f"{where}.content")
     if block.get("is_error"):
@@ -93,13 +94,13 @@ def _result(block: Mapping[str, Any], where: str, names: Mapping[str, str]) -> d
 def _texts(content: Any, path: str) -> str:
     if isinstance(content, str):
         return content
-    if not isinstance(content, list):
-        raise bad(path, f"{path} must be text or a list of text blocks, got {content!r:.60}")
+    if not isinstance(content, list) or len(content) > MOST_BLOCKS:
+        raise bad(path, f"{path} must be text or a list of at most {MOST_BLOCKS} text blocks, got {shown(content)}")
     texts = []
     for at, block in enumerate(content):
         kind = _kind(block)
         if kind != "text":
-            raise unsupported(f"{path}[{at}].type", f"it must be text, got {kind!r:.60}")
+            raise unsupported(f"{path}[{at}].type", f"it must be text, got {shown(kind)}")
         texts.append(_string(block, "text", f"{path}[{at}]"))
     return "\n".join(texts)
 
@@ -111,7 +112,7 @@ def _kind(block: Any) -> Any:
 def _string(block: Mapping[str, Any], field: str, where: str) -> str:
     value = block.get(field)
     if not isinstance(value, str):
-        raise bad(f"{where}.{field}", f"{where}.{field} must be text, got {value!r:.60}")
+        raise bad(f"{where}.{field}", f"{where}.{field} must be text, got {shown(value)}")
     return value
 
 
@@ -123,7 +124,7 @@ def chat_tools(tools: Sequence[Any] | None) -> list[dict[str, Any]] | None:
     for at, tool in enumerate(tools):
         kind = tool.get("type")
         if kind not in (None, "custom"):
-            raise unsupported(f"tools[{at}].type", f"it must be custom, got {kind!r:.60}")
+            raise unsupported(f"tools[{at}].type", f"it must be custom, got {shown(kind)}")
         fields = (("name", "name"), ("description", "description"), ("input_schema", "parameters"))
         function = {ours: tool[theirs] for theirs, ours in fields if tool.get(theirs) is not None}
         made.append({"type": "function", "function": function})
@@ -137,5 +138,5 @@ def chat_choice(choice: Mapping[str, Any] | None) -> Any:
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
     if kind not in ("auto", "any", "none"):
-        raise bad("tool_choice.type", f"tool_choice.type must be auto, any, tool or none, got {kind!r:.60}")
+        raise bad("tool_choice.type", f"tool_choice.type must be auto, any, tool or none, got {shown(kind)}")
     return "required" if kind == "any" else kind

@@ -8,9 +8,10 @@ from typing import Literal, NamedTuple
 
 from .generation import Piece
 from .spoken import Part, Reasoning, Spoken
-from .tools import CallArguments, CallBegins, call_id
+from .tools import CallArguments, CallBegins, Content, call_id
 
 Kind = Literal["reasoning", "text", "call"]
+_KINDS: dict[type, Kind] = {Reasoning: "reasoning", Content: "text", CallBegins: "call", CallArguments: "call"}
 
 
 class Block:
@@ -79,13 +80,7 @@ class Blocks:
     def take(self, part: Part) -> list[Step]:
         """What a part adds."""
         steps: list[Step] = []
-        kind: Kind = (
-            "reasoning"
-            if isinstance(part, Reasoning)
-            else "call"
-            if isinstance(part, CallBegins | CallArguments)
-            else "text"
-        )
+        kind = _KINDS[type(part)]
         block = self._open
         if block is None or block.kind != kind or isinstance(part, CallBegins):
             steps += self.close()

@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 
-from .errors import bad, unsupported
+from .errors import bad, shown, unsupported
 
+MOST_PARTS = 4096
 _ROLES = ("user", "assistant", "system", "developer")
 
 
@@ -20,7 +21,7 @@ def item_messages(before: Sequence[Any], given: Sequence[Any]) -> list[dict[str,
     for at, item in enumerate([*before, *given], -len(before)):
         path = f"input[{at}]"
         if not isinstance(item, Mapping):
-            raise bad(path, f"{path} must be an object, got {item!r:.60}")
+            raise bad(path, f"{path} must be an object, got {shown(item)}")
         kind = item.get("type") or "message"
         if kind == "message":
             _message(messages, item, path)
@@ -31,13 +32,15 @@ def item_messages(before: Sequence[Any], given: Sequence[Any]) -> list[dict[str,
         elif kind == "function_call_output":
             call = _string(item, "call_id", path)
             if call not in names:
-                raise bad(f"{path}.call_id", f"{path}.call_id must be that of a function_call before, got {call!r:.60}")
+                raise bad(
+                    f"{path}.call_id", f"{path}.call_id must be that of a function_call before, got {shown(call)}"
+                )
             output = _text(item.get("output"), f"{path}.output")
             messages.append({"role": "tool", "tool_call_id": call, "name": names[call], "content": output})
         else:
             raise unsupported(
                 f"{path}.type",
-                f"it must be message, reasoning, function_call or function_call_output, got {kind!r:.60}",
+                f"it must be message, reasoning, function_call or function_call_output, got {shown(kind)}",
             )
     return messages
 
@@ -45,7 +48,7 @@ def item_messages(before: Sequence[Any], given: Sequence[Any]) -> list[dict[str,
 def _message(messages: list[dict[str, Any]], item: Mapping[str, Any], path: str) -> None:
     role = item.get("role")
     if role not in _ROLES:
-        raise bad(f"{path}.role", f"{path}.role must be one of {', '.join(_ROLES)}, got {role!r:.60}")
+        raise bad(f"{path}.role", f"{path}.role must be one of {', '.join(_ROLES)}, got {shown(role)}")
     text = _text(item.get("content"), f"{path}.content")
     if role != "assistant":
         messages.append({"role": role, "content": text})
@@ -72,7 +75,7 @@ def _call(messages: list[dict[str, Any]], names: dict[str, str], item: Mapping[s
     call, name = _string(item, "call_id", path), _string(item, "name", path)
     arguments = _string(item, "arguments", path)
     if not is_json(arguments):
-        raise bad(f"{path}.arguments", f"{path}.arguments must be JSON in a string, got {arguments!r:.60}")
+        raise bad(f"{path}.arguments", f"{path}.arguments must be JSON in a string, got {shown(arguments)}")
     names[call] = name
     calls = _turn(messages).setdefault("tool_calls", [])
     calls.append({"id": call, "type": "function", "function": {"name": name, "arguments": arguments}})
@@ -97,15 +100,15 @@ def _turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
 def _string(item: Mapping[str, Any], field: str, path: str) -> str:
     value = item.get(field)
     if not isinstance(value, str):
-        raise bad(f"{path}.{field}", f"{path}.{field} must be text, got {value!r:.60}")
+        raise bad(f"{path}.{field}", f"{path}.{field} must be text, got {shown(value)}")
     return value
 
 
 def _text(content: Any, path: str) -> str:
     if isinstance(content, str):
         return content
-    if not isinstance(content, list):
-        raise bad(path, f"{path} must be text or a list of parts, got {content!r:.60}")
+    if not isinstance(content, list) or len(content) > MOST_PARTS:
+        raise bad(path, f"{path} must be text or a list of at most {MOST_PARTS} parts, got {shown(content)}")
     texts = []
     for at, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
@@ -116,7 +119,7 @@ def _text(content: Any, path: str) -> str:
             "text",
             "refusal",
         ):
-            raise unsupported(f"{path}[{at}].type", f"content must be text, got {kind!r:.60}")
+            raise unsupported(f"{path}[{at}].type", f"content must be text, got {shown(kind)}")
         texts.append(_string(part, "refusal" if kind == "refusal" else "text", f"{path}[{at}]"))
     return "\n".join(texts)
 
@@ -129,7 +132,7 @@ def chat_tools(tools: Sequence[Any] | None) -> list[dict[str, Any]] | None:
     for at, tool in enumerate(tools):
         kind = tool.get("type")
         if kind != "function":
-            raise unsupported(f"tools[{at}].type", f"it must be function, got {kind!r:.60}")
+            raise unsupported(f"tools[{at}].type", f"it must be function, got {shown(kind)}")
         fields = ("name", "description", "parameters", "strict")
         made.append({"type": kind, "function": {key: tool[key] for key in fields if tool.get(key) is not None}})
     return made
@@ -140,5 +143,5 @@ def chat_choice(choice: Any) -> Any:
         return choice
     kind = choice.get("type")
     if kind != "function":
-        raise unsupported("tool_choice.type", f"it must be function, got {kind!r:.60}")
+        raise unsupported("tool_choice.type", f"it must be function, got {shown(kind)}")
     return {"type": "function", "function": {"name": choice.get("name")}}

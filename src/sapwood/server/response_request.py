@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from .conversation import refuse
-from .errors import bad, unsupported
+from .errors import bad, shown, unsupported
 from .schemas import Count, Name, ResponseFormat, Sampling, Text
 
 _MOST_TOP = 20
@@ -67,10 +67,10 @@ def check(request: ResponsesRequest) -> None:
     """What would change the answer and is not there is refused by name."""
     refuse(request, _UNSUPPORTED)
     if request.truncation not in (None, "disabled"):
-        raise unsupported("truncation", f'it must be "disabled": nothing is left out, got {request.truncation!r:.60}')
+        raise unsupported("truncation", f'it must be "disabled": nothing is left out, got {shown(request.truncation)}')
     for name in request.include or ():
         if name not in _INCLUDED:
-            raise unsupported("include", f"it may have {' and '.join(_INCLUDED)}, got {name!r:.60}")
+            raise unsupported("include", f"it may have {' and '.join(_INCLUDED)}, got {shown(name)}")
     if request.text is not None and request.text.verbosity not in (None, "medium"):
         raise unsupported("text.verbosity", "the model's own template decides about that")
     if request.reasoning is not None and request.reasoning.summary not in (None, "auto"):
@@ -84,9 +84,9 @@ def format_of(request: ResponsesRequest) -> ResponseFormat | None:
         return None
     kind = given.get("type")
     if kind not in ("text", "json_object", "json_schema"):
-        raise unsupported("text.format.type", f"it must be text, json_object or json_schema, got {kind!r:.60}")
+        raise unsupported("text.format.type", f"it must be text, json_object or json_schema, got {shown(kind)}")
     if kind == "json_schema" and not isinstance(given.get("schema"), dict):
-        raise bad("text.format.schema", f"text.format.schema must be a JSON schema, got {given.get('schema')!r:.60}")
+        raise bad("text.format.schema", f"text.format.schema must be a JSON schema, got {shown(given.get('schema'))}")
     return ResponseFormat(type=kind, json_schema={"schema": given["schema"]} if kind == "json_schema" else None)
 
 
@@ -94,5 +94,5 @@ def logprobs_of(request: ResponsesRequest) -> int | None:
     """How many of the likeliest tokens are told with each; None: no log-probabilities."""
     top = request.top_logprobs or 0
     if not 0 <= top <= _MOST_TOP:
-        raise bad("top_logprobs", f"top_logprobs must be from 0 to {_MOST_TOP}, got {top}")
+        raise bad("top_logprobs", f"top_logprobs must be from 0 to {_MOST_TOP}, got {shown(top)}")
     return top if top or _LOGPROBS in (request.include or ()) else None

@@ -103,9 +103,9 @@ class ResponsesWriter:
             return self._opened(block)
         if isinstance(step, Closed):
             return self._closed(block)
-        place = {"item_id": self._item_id(block), "output_index": block.index}
         if block.kind == "text":
             return self._text(block, step.text)
+        place = {"item_id": self._item_id(block), "output_index": block.index}
         if block.kind == "call":
             return self._event("response.function_call_arguments.delta", **place, delta=step.text)
         return self._event("response.reasoning_text.delta", **place, content_index=0, delta=step.text)
