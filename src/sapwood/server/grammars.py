@@ -260,6 +260,10 @@ class Grammars:
         return future
 
     def close(self) -> None:
+        """Nobody waits any more."""
+        with contextlib.suppress(queue.Empty):
+            while (job := self._jobs.get_nowait()) is not None:
+                job.future.cancel()
         for _ in self._compilers:
             self._jobs.put(None)
         for thread in self._compilers:
