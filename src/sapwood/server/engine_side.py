@@ -320,7 +320,7 @@ def _opened(settings: Settings, send: Any) -> tuple[Requests, Grammars | None, K
     config = None if settings.kv_events is None else KVEventsConfig.of(settings.kv_events)
     send(Progress("importing"))
     opened = getattr(import_module(module), function)(
-        settings.flags, lambda what: send(Progress(what)), config is not None
+        settings.flags, lambda what: send(Progress(what)), config is not None and config.active
     )
     engine: Requests = opened.engine
     grammars = None
@@ -328,7 +328,7 @@ def _opened(settings: Settings, send: Any) -> tuple[Requests, Grammars | None, K
         grammars = Grammars(opened.tokenizer, engine.vocabulary, engine.eos)
         engine.fill = grammars.fill
     events = None
-    if config is not None and config.enable_kv_cache_events:
+    if config is not None and config.active:
         adapters: Any = getattr(engine, "adapters", None)
 
         def name_of(digest: bytes) -> str | None:
