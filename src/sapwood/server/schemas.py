@@ -3,17 +3,27 @@ answer and is not there is refused by name."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
+from sapwood.engine.params import MOST_BAD_WORDS, MOST_STOP_LENGTH, MOST_STOPS
+
 from .errors import ApiError, unsupported
 
+MOST_DEPTH = 100  # of a body's lists and objects in each other
+MOST_LISTS = 100_000  # lists and objects of a body. What looks like one in its texts counts as well, here
+MOST_STRINGS = 150_000  # and here,
+MOST_VALUES = 2_000_000  # and here
 Text = Annotated[str, Meta(max_length=32 << 20)]
 Name = Annotated[str, Meta(min_length=1, max_length=512)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Strings = list[Annotated[str, Meta(max_length=1 << 20)]]
+Word = Annotated[str, Meta(max_length=MOST_STOP_LENGTH)]
+Messages = Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=4096)]
+Tokens = Annotated[list[int], Meta(max_length=1 << 20)]
 
 
 class StreamOptions(Struct, kw_only=True):
@@ -51,13 +61,13 @@ class Sampling(Struct, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: Text | Strings | None = None
-    stop_token_ids: list[int] | None = None
-    bad_words: Strings | None = None
+    stop: Word | Annotated[list[Word], Meta(max_length=MOST_STOPS)] | None = None
+    stop_token_ids: Annotated[list[int], Meta(max_length=MOST_STOPS)] | None = None
+    bad_words: Annotated[list[Word], Meta(max_length=MOST_BAD_WORDS)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
     logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: Tokens | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -82,13 +92,12 @@ class Sampling(Struct, kw_only=True):
     # what this server does not have
     logits_processors: Any = None
     use_beam_search: bool | None = None
-    length_penalty: float | None = None
     best_of: int | None = None
     kv_transfer_params: Any = None
 
 
 class ChatRequest(Sampling, kw_only=True):
-    messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=4096)]
+    messages: Messages
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -129,7 +138,7 @@ class TokenizeRequest(Struct, kw_only=True):
 
     model: Name | None = None
     prompt: Text | None = None
-    messages: Annotated[list[dict[str, Any]], Meta(max_length=4096)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -140,7 +149,7 @@ class TokenizeRequest(Struct, kw_only=True):
 
 class DetokenizeRequest(Struct, kw_only=True):
     model: Name | None = None
-    tokens: Annotated[list[int], Meta(max_length=4 << 20)]
+    tokens: Tokens
 
 
 class LoadAdapter(Struct, kw_only=True):
@@ -157,7 +166,7 @@ class ExplainRequest(Struct, kw_only=True):
 
     model: Name | None = None
     prompt: Text | list[int] | None = None
-    messages: Annotated[list[dict[str, Any]], Meta(max_length=4096)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -167,7 +176,6 @@ class ExplainRequest(Struct, kw_only=True):
 _UNSUPPORTED = {
     "logits_processors": "no code of a client is run",
     "use_beam_search": "there is no beam search",
-    "length_penalty": "there is no beam search",
     "kv_transfer_params": "prefill and decode run in one server",
     "chat_template": "templates come from the model or from --chat-template",
     "functions": "use tools",
@@ -186,7 +194,12 @@ _decoders: dict[type, msgspec.json.Decoder[Any]] = {}
 
 
 def parse(body: bytes, kind: type[T]) -> T:
-    """A request, or the 400 that says what is wrong with it."""
+    """A request, or the 400 that says what is wrong with it. Whatever the content type says, a body is JSON; of a name
+    that comes twice the last one counts. The work is bounded before it begins: nobody else is served meanwhile."""
+    lists = body.count(b"[") + body.count(b"{")
+    if lists > MOST_LISTS or body.count(b'"') > 2 * MOST_STRINGS or body.count(b",") > MOST_VALUES:
+        most = f"{MOST_LISTS} lists and objects, {MOST_STRINGS} strings and {MOST_VALUES} values"
+        raise ApiError(400, f"the body may have {most}; brackets, quotes and commas are counted", "too_many_values")
     decoder = _decoders.get(kind)
     if decoder is None:
         decoder = _decoders[kind] = msgspec.json.Decoder(kind)
@@ -203,7 +216,35 @@ def parse(body: bytes, kind: type[T]) -> T:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the body is not JSON: {error}", "invalid_json") from None
     except RecursionError:
-        raise ApiError(400, "the body is nested too deeply", "invalid_json") from None
+        raise _too_deep() from None
+    if lists > MOST_DEPTH:
+        _check_depth(request)  # type: ignore[arg-type]
+    _check_supported(request)
+    return request
+
+
+def _too_deep() -> ApiError:
+    return ApiError(400, f"the body is nested too deeply: {MOST_DEPTH} lists and objects may", "invalid_json")
+
+
+def _check_depth(request: Struct) -> None:
+    """Layer by layer: nothing calls itself here, and what comes later may."""
+    layer: list[Any] = [request]
+    for _ in range(MOST_DEPTH + 1):
+        layer = [below for value in layer for below in _inside(value) if isinstance(below, (dict, list, Struct))]
+        if not layer:
+            return
+    raise _too_deep()
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, Struct):
+        flat = ("prompt", "tokens")  # long, and of a type without depth
+        return [getattr(value, name) for name in value.__struct_fields__ if name not in flat]
+    return value.values() if isinstance(value, dict) else value
+
+
+def _check_supported(request: Any) -> None:
     for field, why in _UNSUPPORTED.items():
         if getattr(request, field, None) not in (None, False, [], ""):
             raise unsupported(field, why)
@@ -211,6 +252,7 @@ def parse(body: bytes, kind: type[T]) -> T:
         raise unsupported("best_of", "every sample is returned: use n")
     if getattr(request, "modalities", None) not in (None, ["text"]):
         raise unsupported("modalities", "this server reads and writes text")
+    if getattr(request, "prompt_logprobs", None) is not None:
+        raise unsupported("prompt_logprobs", "completions tell them with echo and logprobs")
     if isinstance(request, ChatRequest) and request.echo:
         raise unsupported("echo", "it is for completions")
-    return request
