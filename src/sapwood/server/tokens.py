@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +21,11 @@ from tokenizers import Tokenizer
 
 from sapwood.engine.detokenize import Detokenizer
 
+T = TypeVar("T")
 Ids = npt.NDArray[np.int32]
-_SHORT = 2000  # characters that are encoded at once, without a thread
+_SHORT = 2000  # characters that are encoded at once, without a thread; and tokens that are decoded so
+_SLICE = 32768  # characters that are counted at once
+_MOST_SEGMENTS = 16384
 _KEPT = 64 << 20  # bytes of segments and their ids
 _TRIED = (
     "Hello world",
@@ -48,6 +52,7 @@ class Tokens:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
         added = self.tokenizer.get_added_tokens_decoder()
         self.special = {token.content: id for id, token in added.items() if token.special}
+        self._special_ids = {text: np.int32(id).tobytes() for text, id in self.special.items()}
         plain = [
             token.content
             for token in added.values()
@@ -70,33 +75,45 @@ class Tokens:
     async def encode(self, text: str, add_special_tokens: bool) -> Ids:
         """The ids of a text. Special tokens written in it count as such."""
         if not add_special_tokens and self._split is not None:
-            return await self._in_segments(text)
-        return np.frombuffer(await self._encoded([text], add_special_tokens), np.int32)
+            pieces = self._split.split(text, _MOST_SEGMENTS)  # text, special token, text, ..., text
+            if len(pieces) <= 2 * _MOST_SEGMENTS:
+                return await self._in_segments(pieces)
+        (ids,) = await self._encoded([text], add_special_tokens)
+        return np.frombuffer(ids, np.int32)
 
-    def count(self, text: str) -> int:
-        return len(self.tokenizer.encode(text, add_special_tokens=False).ids)
+    async def surely_more(self, text: str, most: int) -> bool:
+        """Whether a text certainly has more than so many tokens, found without looking at all of it."""
+        found = 0
+        for at in range(0, len(text), _SLICE):
+            (ids,) = await self._encoded([text[at : at + _SLICE]], False)
+            found += len(ids) // 4 - 16  # a cut makes a few more of them than there are
+            if found > most:
+                return True
+        return False
 
-    async def _in_segments(self, text: str) -> Ids:
-        assert self._split is not None
-        pieces = self._split.split(text)  # text, special token, text, ..., text
-        kept = self._segments
-        unknown = list(dict.fromkeys(piece for piece in pieces[::2] if piece and piece not in kept))
-        if unknown:
-            found = {piece: await self._encoded([piece], False) for piece in unknown}
-            for piece, ids in found.items():
-                self._keep(piece, ids)
-        else:
-            found = {}
-        parts: list[bytes] = []
-        for at, piece in enumerate(pieces):
-            if at % 2:
-                parts.append(np.int32(self.special[piece]).tobytes())
-            elif piece in found:
-                parts.append(found[piece])
-            elif piece:
-                parts.append(kept[piece])
+    async def decode_long(self, ids: Sequence[int]) -> str:
+        """As `decode`, without holding up others."""
+        if len(ids) <= _SHORT:
+            return self.decode(ids)
+        texts = await self.run(lambda: self.tokenizer.decode_batch([ids], skip_special_tokens=False))
+        return texts[0]
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Do something that takes longer on a thread, in turn with texts that are encoded."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def _in_segments(self, pieces: list[str]) -> Ids:
+        kept, ids, unknown = self._segments, {"": b"", **self._special_ids}, list[str]()
+        for piece in dict.fromkeys(pieces[::2]):
+            if piece in kept:
+                ids[piece] = kept[piece]
                 kept.move_to_end(piece)
-        return np.frombuffer(b"".join(parts), np.int32)
+            elif piece:
+                unknown.append(piece)
+        for piece, made in zip(unknown, await self._encoded(unknown, False), strict=True):
+            ids[piece] = made
+            self._keep(piece, made)
+        return np.frombuffer(b"".join([ids[piece] for piece in pieces]), np.int32)
 
     def _keep(self, piece: str, ids: bytes) -> None:
         if len(ids) + 4 * len(piece) > _KEPT // 16 or piece in self._segments:
@@ -107,15 +124,14 @@ class Tokens:
             old, gone = self._segments.popitem(last=False)
             self._size -= len(gone) + 4 * len(old)
 
-    async def _encoded(self, texts: list[str], add_special_tokens: bool) -> bytes:
+    async def _encoded(self, texts: list[str], add_special_tokens: bool) -> list[bytes]:
         if sum(map(len, texts)) <= _SHORT:
             return self._encode(texts, add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._encode, texts, add_special_tokens)
+        return await self.run(lambda: self._encode(texts, add_special_tokens))
 
-    def _encode(self, texts: list[str], add_special_tokens: bool) -> bytes:
-        (encoding,) = self.tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-        return np.array(encoding.ids, np.int32).tobytes()
+    def _encode(self, texts: list[str], add_special_tokens: bool) -> list[bytes]:
+        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [np.array(encoding.ids, np.int32).tobytes() for encoding in encodings]
 
     def _exact(self) -> bool:
         """Whether encoding segments by themselves gives what encoding everything at once does."""
