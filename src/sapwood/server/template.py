@@ -15,7 +15,7 @@ import jinja2.sandbox
 
 from sapwood.engine.model_files import ModelError, read_json
 
-MOST_TEXT = 64 << 20  # characters that a template may make
+_GIVEN = ("messages", "tools", "add_generation_prompt", "continue_final_message")  # by fields of their own
 
 
 class TemplateError(ValueError):
@@ -49,22 +49,16 @@ class ChatTemplate:
         more: Mapping[str, Any],
     ) -> str:
         """The prompt of a conversation. `continue_final_message`: it ends where the last message does."""
+        for name in _GIVEN:
+            if name in more:
+                raise TemplateError(f"chat_template_kwargs may not have {name}, which is a field of the request")
+        given = {"messages": messages, "tools": tools or None, "add_generation_prompt": add_generation_prompt}
         try:
-            text = self._template.render(
-                **self._tokens,
-                **{
-                    **more,
-                    "messages": messages,
-                    "tools": tools or None,
-                    "add_generation_prompt": add_generation_prompt,
-                },
-            )
+            text = self._template.render({**self._tokens, **more, **given})
         except TemplateError:
             raise
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
-            raise TemplateError(f"the chat template does not take these messages: {error}") from None
-        except (OverflowError, MemoryError) as error:
-            raise TemplateError(f"the chat template makes too much of these messages: {error}") from None
+        except Exception as error:  # whatever a template does with a client's words
+            raise TemplateError(f"the chat template does not take these messages: {error!s:.300}") from None
         if continue_final_message:
             return _up_to_the_last(text, messages)
         return text
