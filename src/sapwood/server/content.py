@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 
-from .errors import bad, unsupported
+from .errors import bad, shown, unsupported
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_MOST_PARTS = 4096
 
 
 def message_texts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -20,7 +21,7 @@ def message_texts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
 def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     role = message.get("role")
     if role not in _ROLES:
-        raise bad(f"{where}.role", f"{where}.role must be one of {', '.join(_ROLES)}, got {role!r:.60}")
+        raise bad(f"{where}.role", f"{where}.role must be one of {', '.join(_ROLES)}, got {shown(role)}")
     made = {name: value for name, value in message.items() if value is not None}
     made["content"] = _text(message.get("content"), f"{where}.content")
     if made["content"] is None:
@@ -38,8 +39,8 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _text(content: Any, where: str) -> str | None:
     if content is None or isinstance(content, str):
         return content
-    if not isinstance(content, list):
-        raise bad(where, f"{where} must be text or a list of parts, got {content!r:.60}")
+    if not isinstance(content, list) or len(content) > _MOST_PARTS:
+        raise bad(where, f"{where} must be text or a list of at most {_MOST_PARTS} parts, got {shown(content)}")
     texts = []
     for at, part in enumerate(content):
         if isinstance(part, str):
@@ -51,9 +52,9 @@ def _text(content: Any, where: str) -> str | None:
         elif kind in ("text", "input_text", "output_text"):
             text = part.get("text")
         else:
-            raise unsupported(f"{where}[{at}].type", f"content must be text, got {kind!r:.60}")
+            raise unsupported(f"{where}[{at}].type", f"content must be text, got {shown(kind)}")
         if not isinstance(text, str):
-            raise bad(f"{where}[{at}].text", f"{where}[{at}].text must be text, got {text!r:.60}")
+            raise bad(f"{where}[{at}].text", f"{where}[{at}].text must be text, got {shown(text)}")
         texts.append(text)
     return "\n".join(texts)
 
