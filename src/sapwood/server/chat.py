@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
 
-from .errors import ApiError, bad
+from .errors import ApiError, bad, shown
 from .generation import Generation, Model, Piece
 from .http import Call, event
 from .logprobs import chat_logprobs
@@ -68,7 +68,7 @@ async def chat_completions(serving: Serving, call: Call) -> Generation:
     )
     top = request.top_logprobs or 0
     if not 0 <= top <= _MOST_TOP:
-        raise bad("top_logprobs", f"top_logprobs must be from 0 to {_MOST_TOP}, got {top}")
+        raise bad("top_logprobs", f"top_logprobs must be from 0 to {_MOST_TOP}, got {shown(top)}")
     if top and not request.logprobs:
         raise bad("top_logprobs", "top_logprobs needs logprobs to be true")
     most = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from .errors import ApiError, bad
+from .errors import ApiError, bad, shown
 from .generation import Generation, Model, Piece, Prompt
 from .http import Call, event
 from .logprobs import CompletionLogprobs, joined
@@ -45,9 +45,10 @@ def _prompts(request: CompletionRequest, serving: Serving) -> list[str | list[in
         return [given]
     if not given:
         raise bad("prompt", "the prompt is empty")
-    if all(isinstance(each, int) for each in given):
+    kinds = set(map(type, given))
+    if kinds == {int}:
         return [given]  # type: ignore[list-item]
-    if any(isinstance(each, int) for each in given):
+    if int in kinds:
         raise bad("prompt", "prompt must be text, token ids, or a list of either")
     if len(given) > serving.config.max_n:
         raise bad("prompt", f"a request may have {serving.config.max_n} prompts, got {len(given)}")
@@ -62,7 +63,7 @@ def _logprobs(request: CompletionRequest) -> int | None:
         return None
     top = 1 if asked is True else asked
     if not 0 <= top <= _MOST_LOGPROBS:
-        raise bad("logprobs", f"logprobs must be from 0 to {_MOST_LOGPROBS}, got {top}")
+        raise bad("logprobs", f"logprobs must be from 0 to {_MOST_LOGPROBS}, got {shown(top)}")
     return top
 
 

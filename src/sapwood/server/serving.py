@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from sapwood.engine.params import SamplingParams
 from sapwood.engine.stops import bad_word_tokens
 
 from .config import ServerConfig
 from .content import message_texts
-from .errors import ApiError, bad, unsupported
+from .errors import ApiError, bad, shown, unsupported
 from .generation import Generation, Model, Prompt
 from .grammars import GrammarSpec
 from .grammars import check as check_grammar
@@ -39,6 +40,13 @@ _PLAIN = (  # fields that requests and SamplingParams have in common
     *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "priority", "n"),
     *("prompt_logprobs",),
 )
+
+
+_LONGEST = 2  # contexts that a prompt may have, if it is to be cut or only counted
+_MOST_CHARACTERS = 64  # of a token, on average
+_SHORT, _FEW = 256 << 10, 32  # bytes and messages whose prompt is made at once, without a thread
+_MOST_NAMED = 1 << 17  # tokens in allowed_token_ids and logit_bias, all prompts together
+_MOST_BEGINS = 1 << 25  # characters of all beginnings of all stop strings, all samples together
 
 
 class Caller(NamedTuple):
@@ -93,12 +101,21 @@ class Serving:
         if isinstance(given, str):
             ids = await self._encoded(given, add_special_tokens)
             return Prompt(ids, given)
+        if len(given) > _LONGEST * self.limit:
+            raise self.too_long(len(given))
+        return Prompt(self.known_tokens("prompt", given))
+
+    def known_tokens(self, field: str, given: Sequence[int]) -> npt.NDArray[np.int32]:
+        """Token ids that this model has."""
         assert self.link.ready is not None
-        if len(given) > self.limit:
-            raise self._too_long(len(given))
-        if any(not 0 <= token < self.link.ready.vocabulary for token in given):
-            raise bad("prompt", f"token ids must be from 0 to {self.link.ready.vocabulary - 1} for this model")
-        return Prompt(np.array(given, np.int32))
+        most = self.link.ready.vocabulary - 1
+        try:
+            ids = np.array(given, np.int64)
+        except OverflowError:
+            ids = np.array([-1])
+        if len(ids) and not 0 <= ids.min() <= ids.max() <= most:
+            raise bad(field, f"{field} must be token ids from 0 to {most} for this model")
+        return ids.astype(np.int32)
 
     async def conversation(
         self,
@@ -111,8 +128,8 @@ class Serving:
         add_special_tokens: bool = False,
     ) -> Prompt:
         """A prompt as the model's chat template makes it of messages."""
-        self.tokenizer()
-        if self.template is None:
+        template, tokens = self.template, self.tokenizer()
+        if template is None:
             raise ApiError(
                 400,
                 "this model has no chat template: give one with --chat-template, or use /v1/completions",
@@ -121,22 +138,32 @@ class Serving:
         goes_on = bool(continue_final_message)
         if goes_on and add_generation_prompt:
             raise bad("continue_final_message", "continue_final_message and add_generation_prompt cannot both be true")
-        try:
-            text = self.template.render(
+
+        def render() -> str:
+            return template.render(
                 message_texts(messages),
                 tools=tools,
                 add_generation_prompt=not goes_on if add_generation_prompt is None else add_generation_prompt,
                 continue_final_message=goes_on,
                 more=more or {},
             )
+
+        size = len(msgspec.json.encode((messages, tools, more)))
+        if size > 4 * _MOST_CHARACTERS * self.limit:
+            raise self.too_long(None)
+        short = size <= _SHORT and len(messages) <= _FEW
+        try:
+            text = render() if short else await tokens.run(render)
         except TemplateError as error:
             raise bad("messages", str(error)) from None
         return Prompt(await self._encoded(text, add_special_tokens), text)
 
     async def _encoded(self, text: str, add_special_tokens: bool) -> Any:
         tokens = self.tokenizer()
-        if len(text) > 64 * self.limit:  # no token has so many characters on average
-            raise self._too_long(None)
+        if len(text) > _MOST_CHARACTERS * self.limit:
+            raise self.too_long(None)
+        if len(text) > 4 * _LONGEST * self.limit and await tokens.surely_more(text, _LONGEST * self.limit):
+            raise self.too_long(None)
         try:
             ids = await tokens.encode(text, add_special_tokens)
         except UnicodeEncodeError:
@@ -145,12 +172,12 @@ class Serving:
             raise bad("prompt", "the prompt is empty")
         return ids
 
-    def _too_long(self, tokens: int | None, new: int = 0) -> ApiError:
-        has = "the prompt is" if tokens is None else f"the prompt has {tokens} tokens"
+    def too_long(self, tokens: int | None, new: int = 0) -> ApiError:
+        has = "more" if tokens is None else f"{tokens} tokens"
         more = f" and {new} more are asked for" if new else ""
         return ApiError(
             400,
-            f"this model's context is {self.limit} tokens with the answer: {has}{more}, which is too long",
+            f"this model's context is {self.limit} tokens with the answer: the prompt has {has}{more}",
             "context_length_exceeded",
             "max_tokens" if new else "prompt",
         )
@@ -253,9 +280,10 @@ class Serving:
         for prompt in prompts:
             asked = params.max_tokens or 1
             if len(prompt.ids) + (asked if params.max_tokens else 1) > self.limit:
-                raise self._too_long(len(prompt.ids), asked if len(prompt.ids) < self.limit else 0)
+                raise self.too_long(len(prompt.ids), asked if len(prompt.ids) < self.limit else 0)
+        self._bound(params, len(prompts))
+        words = await self._bad_words(params) if params.bad_words else []
         self._admit(lanes)
-        words = list(bad_word_tokens(self.tokenizer().tokenizer, params)) if params.bad_words else []
         job = self.link.job(lanes)
         cached = request.cache_prompt is not False
         for at, prompt in enumerate(prompts):
@@ -274,6 +302,25 @@ class Serving:
             loop = asyncio.get_running_loop()
             loop.call_later(self.config.queue_timeout, self.link.expire, job, self.config.queue_timeout)
         return Generation(job, prompts, params, None if self.tokens is None else self.tokens.detokenizer, model)
+
+    def _bound(self, params: SamplingParams, prompts: int) -> None:
+        """What is made anew for every prompt or sample may not be much, where these are many."""
+        named = len(params.allowed_token_ids or ()) + len(params.logit_bias or ())
+        if prompts * named > _MOST_NAMED:
+            field = "allowed_token_ids" if params.allowed_token_ids else "logit_bias"
+            raise bad(
+                field, f"{field} may name {_MOST_NAMED} tokens for all prompts, got {named} for each of {prompts}"
+            )
+        begins = sum(len(stop) ** 2 for stop in params.stops)
+        if prompts * params.n * begins > _MOST_BEGINS:
+            raise bad("stop", f"stop must have fewer or shorter strings for {prompts * params.n} samples")
+
+    async def _bad_words(self, params: SamplingParams) -> list[tuple[int, ...]]:
+        tokens = self.tokenizer()
+        try:
+            return list(await tokens.run(lambda: bad_word_tokens(tokens.tokenizer, params)))
+        except ValueError as error:
+            raise bad("bad_words", str(error)) from None
 
     def _admit(self, lanes: int) -> None:
         if self.draining:
@@ -295,7 +342,7 @@ class Serving:
         if most == -1:
             most = self.limit - 1
         if most < 1:
-            raise bad("truncate_prompt_tokens", f"truncate_prompt_tokens must be 1 or more, got {most}")
+            raise bad("truncate_prompt_tokens", f"truncate_prompt_tokens must be 1 or more, got {shown(most)}")
         return [Prompt(prompt.ids[-most:], prompt.text) for prompt in prompts]
 
     # ---- what is told of the cache
