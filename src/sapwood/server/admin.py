@@ -17,7 +17,8 @@ from .serving import Serving
 from .spoken import read_tools
 
 _NAME = re.compile(r"[\w./:@+-]{1,200}")
-_MOST_NODES = 10_000
+MOST_NODES = 10_000
+TIERS = ("device,host", "all")
 
 
 # ---- models and adapters
@@ -73,8 +74,12 @@ def _below_root(serving: Serving, path: str) -> Path:
     if "\0" in path:
         raise bad("lora_path", "lora_path must be a path")
     folder = Path(root).resolve()
-    found = (folder / path).resolve()
-    if not found.is_relative_to(folder) or not found.is_dir():
+    try:
+        found = (folder / path).resolve()
+        known = found.is_relative_to(folder) and found.is_dir()
+    except (OSError, RuntimeError):  # a name that is too long, links in a ring
+        known = False
+    if not known:
         raise ApiError(
             404,
             f"lora_path must be a folder below the server's --lora-root, got {path!r:.200}",
@@ -106,18 +111,17 @@ async def tokenize(serving: Serving, call: Call) -> None:
     told: dict[str, Any] = {"count": len(prompt.ids), "max_model_len": serving.limit, "tokens": prompt.ids.tolist()}
     if asked.return_token_strs:
         texts = serving.tokenizer()
-        told["token_strs"] = [texts.tokenizer.id_to_token(int(token)) for token in prompt.ids]
+        name = texts.tokenizer.id_to_token
+        told["token_strs"] = await texts.run(lambda: [name(token) for token in told["tokens"]])
     await call.json(told)
 
 
 async def detokenize(serving: Serving, call: Call) -> None:
     asked = parse(await call.body(), DetokenizeRequest)
     serving.model(asked.model)
-    assert serving.link.ready is not None
-    vocabulary = serving.link.ready.vocabulary
-    if any(not 0 <= token < vocabulary for token in asked.tokens):
-        raise bad("tokens", f"tokens must be from 0 to {vocabulary - 1} for this model")
-    await call.json({"prompt": serving.tokenizer().decode(asked.tokens)})
+    texts = serving.tokenizer()
+    serving.known_tokens("tokens", asked.tokens)
+    await call.json({"prompt": await texts.decode_long(asked.tokens)})
 
 
 async def _prompt(serving: Serving, asked: TokenizeRequest | ExplainRequest) -> Prompt:
@@ -152,6 +156,8 @@ async def cache_explain(serving: Serving, call: Call) -> None:
     asked = parse(await call.body(), ExplainRequest)
     model = serving.model(asked.model)
     prompt = await _prompt(serving, asked)
+    if len(prompt.ids) > serving.limit:
+        raise serving.too_long(len(prompt.ids))
     salt = serving.salt(asked.cache_salt, call.caller)
     found = await serving.link.ask(
         "explain",
@@ -167,7 +173,7 @@ async def cache_explain(serving: Serving, call: Call) -> None:
 
 
 async def cache_tree(serving: Serving, call: Call) -> None:
-    most = _query(call, "limit", 1000, _MOST_NODES)
+    most = _query(call, "limit", 1000, MOST_NODES)
     tree = await serving.link.ask("tree", most=most)
     if serving.tokens is not None:
         for node in tree["nodes"]:
@@ -177,20 +183,23 @@ async def cache_tree(serving: Serving, call: Call) -> None:
 
 async def reset_prefix_cache(serving: Serving, call: Call) -> None:
     """Forget what is cached. Nobody waits for it: requests that run go on, and keep what they read until they end."""
-    tiers = _query_text(call, "tiers", "device,host")
-    if tiers not in ("device,host", "all"):
-        raise bad("tiers", f"tiers must be device,host or all, got {tiers!r:.60}")
+    tiers = _query_text(call, "tiers", TIERS[0])
+    if tiers not in TIERS:
+        raise bad("tiers", f"tiers must be {' or '.join(TIERS)}, got {tiers!r:.60}")
     told = await serving.link.ask("reset", store=tiers == "all")
     await call.json({"status": "ok", **told})
 
 
 def _query_text(call: Call, name: str, default: str) -> str:
-    found = parse_qs(call.scope["query_string"].decode("latin-1"), max_num_fields=16).get(name)
-    return found[-1] if found else default
+    try:
+        given = parse_qs(call.scope["query_string"].decode("latin-1"), keep_blank_values=True, max_num_fields=16)
+    except ValueError:
+        raise bad(name, "the query has more than 16 fields") from None
+    return given[name][-1] if name in given else default
 
 
 def _query(call: Call, name: str, default: int, most: int) -> int:
     text = _query_text(call, name, str(default))
-    if not text.isdecimal() or not 0 < len(text) < 9 or not 1 <= int(text) <= most:
+    if not (text.isascii() and text.isdecimal() and len(text) < 9 and 1 <= int(text) <= most):
         raise bad(name, f"{name} must be a number from 1 to {most}, got {text!r:.60}")
     return int(text)

@@ -9,6 +9,9 @@ import msgspec
 
 from sapwood import __version__
 
+from .admin import MOST_NODES, TIERS
+from .anthropic import CountRequest, MessagesRequest
+from .response_request import ResponsesRequest
 from .schemas import (
     ChatRequest,
     CompletionRequest,
@@ -22,63 +25,109 @@ from .schemas import (
 _BODIES: dict[str, type] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/v1/load_lora_adapter": LoadAdapter,
     "/v1/unload_lora_adapter": UnloadAdapter,
     "/cache/explain": ExplainRequest,
 }
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
+_QUERIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "/cache/tree": ("limit", {"type": "integer", "minimum": 1, "maximum": MOST_NODES}),
+    "/reset_prefix_cache": ("tiers", {"type": "string", "enum": list(TIERS)}),
+}
+_STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+_STATUSES = {
+    400: "what is wrong with the request, and the field it is in",
+    401: "an API key is wanted",
+    403: "this is not for everybody",
+    404: "there is no such thing here: a model, an adapter, a response, a path",
+    405: "the path has other methods",
+    408: "the request came too slowly",
+    413: "the body is too large",
+    429: "too many requests wait, or come from one address",
+    431: "the headers are too large",
+    503: "the model is not loaded yet, the server is stopping, or its engine is gone",
+}
+_TEXT = {"type": "string"}
+_ERRORS: dict[str, Any] = {
+    "Error": {
+        "type": "object",
+        "required": ["error"],
+        "properties": {
+            "error": {
+                "type": "object",
+                "required": ["message", "type", "param", "code"],
+                "properties": {
+                    "message": _TEXT,
+                    "type": _TEXT,
+                    "param": {"type": ["string", "null"]},
+                    "code": {"type": ["string", "null"]},
+                },
+            }
+        },
+    },
+    "AnthropicError": {
+        "type": "object",
+        "required": ["type", "error"],
+        "properties": {
+            "type": {"const": "error"},
+            "error": {
+                "type": "object",
+                "required": ["type", "message"],
+                "properties": {"type": _TEXT, "message": _TEXT},
             },
-        }
+        },
     },
 }
 
 
 def description(endpoints: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    kinds = list(dict.fromkeys(_BODIES.values()))
+    """`endpoints`: paths and their methods."""
+    kinds = list(_BODIES.values())
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
-    bodies = dict(zip(kinds, schemas, strict=True))
+    bodies = dict(zip(_BODIES, schemas, strict=True))
     paths: dict[str, Any] = {}
     for path, method in endpoints:
-        name = path.replace("{name:path}", "{name}")
+        name = path.replace(":path}", "}")
         operation: dict[str, Any] = {
-            "operationId": f"{method.lower()}{name.replace('/', '_').replace('{', '').replace('}', '')}",
-            "responses": {
-                "200": {"description": "the answer"},
-                "default": {
-                    "description": "what is wrong",
-                    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
-                },
-            },
+            "operationId": method.lower() + name.translate({ord("/"): "_", ord("{"): None, ord("}"): None}),
+            "responses": {"200": {"description": "the answer", "content": _answer(path)}, **_refusals(path)},
         }
-        parameters = [part[1:-1] for part in name.split("/") if part.startswith("{")]
+        parameters = [_parameter("path", part[1:-1], _TEXT) for part in name.split("/") if part.startswith("{")]
+        if path in _QUERIES:
+            parameters.append(_parameter("query", *_QUERIES[path]))
         if parameters:
-            operation["parameters"] = [
-                {"name": each, "in": "path", "required": True, "schema": {"type": "string"}} for each in parameters
-            ]
-        if method == "POST" and path in _BODIES:
-            content = {"application/json": {"schema": bodies[_BODIES[path]]}}
-            operation["requestBody"] = {"required": True, "content": content}
+            operation["parameters"] = parameters
+        if method == "POST" and path in bodies:
+            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": bodies[path]}}}
         paths.setdefault(name, {})[method.lower()] = operation
     return {
         "openapi": "3.1.0",
         "info": {"title": "Sapwood", "version": __version__},
         "paths": paths,
         "components": {
-            "schemas": {**components, "Error": _ERROR},
+            "schemas": {**components, **_ERRORS},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{"key": []}, {}],
     }
+
+
+def _answer(path: str) -> dict[str, Any]:
+    if path == "/metrics":
+        return {"text/plain": {"schema": _TEXT}}
+    whole = {"application/json": {"schema": {"type": "object"}}}
+    return {**whole, "text/event-stream": {"schema": _TEXT}} if path in _STREAMED else whole
+
+
+def _refusals(path: str) -> dict[str, Any]:
+    kind = "AnthropicError" if path.startswith("/v1/messages") else "Error"
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind}"}}}
+    return {str(status): {"description": told, "content": content} for status, told in _STATUSES.items()}
+
+
+def _parameter(place: str, name: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "in": place, "required": place == "path", "schema": schema}
