@@ -44,3 +44,16 @@ def test_no_more_than_asked_for():
     assert "secret" not in repr(found) and found["namespaces"][0]["salted"] is True
     with pytest.raises(ValueError, match="most must be an integer from 1"):
         scheduler.cache.outline(0)
+
+
+def test_what_could_be_given_out():
+    """`available` counts what is free and what eviction could free: less, while a request holds pages.
+
+    Mutation: `stats` tells the free pages alone.
+    """
+    scheduler = served(list(range(40)))
+    assert scheduler.cache.stats()["available"] == {"full": {"device": 200}}
+    assert scheduler.cache.stats()["pages"]["full"]["device"]["free"] < 200
+    scheduler.submit([RequestSpec("runs", list(range(60)), 9)])
+    scheduler.next_plan()
+    assert scheduler.cache.stats()["available"]["full"]["device"] <= 200 - 15

@@ -612,6 +612,7 @@ class HybridPrefixCache:
         pages: dict[str, dict[str, dict[str, int]]] = {}
         used: dict[str, dict[str, int]] = {}
         evicted: dict[str, dict[str, int]] = {}
+        available: dict[str, dict[str, int]] = {}  # not of windows: their readers would have to be counted for it
         for g, group in enumerate(self.groups):
             pages[group.name], used[group.name], evicted[group.name] = {}, {}, {}
             for t, tier in enumerate(TIERS):
@@ -620,10 +621,13 @@ class HybridPrefixCache:
                 pages[group.name][tier] = {"capacity": pool.capacity, **owners}
                 used[group.name][tier] = pool.used_bytes
                 evicted[group.name][tier] = tree.evicted[t][g] if t in tree.tiers else 0
+                if t in tree.tiers and g not in tree.loose:
+                    available.setdefault(group.name, {})[tier] = self._room.available(t, g)
         return {
             "pages": pages,
             "bytes": used,
             "evicted": evicted,
+            "available": available,
             **self._tally,
             "reasons": dict(self._reasons),
             "transfers": dict(self._ledger.counts),

@@ -162,7 +162,7 @@ class _Server:
             name, _, where = module.partition("=")
             serving.adapters[name] = await self.link.ask("load_adapter", name=name, path=where)
             serving.paths[name] = where
-        self.metrics = Metrics(serving.names[0], ready.facts)
+        self.metrics = self.metrics or Metrics(serving.names[0], {**ready.facts, "max_model_len": ready.max_model_len})
         self.app.watchers = [self.metrics.finished, RequestLog().finished, self.recent.finished]
         if config.record_trace is not None:
             self.recorder = self.recorder or TraceRecorder(config.record_trace, config.record_trace_bytes, None)
@@ -268,7 +268,8 @@ class _Server:
         with contextlib.suppress(Exception):
             stats = await asyncio.wait_for(self.link.ask("stats"), 2.0)
         waiting = self.link.waiting
-        return self.metrics.render(stats, len(self.link.lanes) - waiting, waiting)
+        running = len(self.link.lanes) - waiting
+        return await asyncio.to_thread(self.metrics.render, stats, running, waiting)
 
     async def _say_status(self) -> None:
         every = self.config.status_seconds
