@@ -8,7 +8,7 @@ import time
 
 from sapwood.cache import COMPILED
 
-from . import cache, engine, peer, scheduler, store, tiers, transfer
+from . import cache, engine, peer, scheduler, server, store, tiers, transfer
 from .timing import LOOP_SECONDS, Figure, loop_seconds
 
 SUBJECTS = {
@@ -18,6 +18,7 @@ SUBJECTS = {
     "store": store.figures,
     "tiers": tiers.figures,
     "engine": engine.figures,
+    "server": server.figures,
 }
 
 

@@ -3,7 +3,9 @@ measuring a server apart from a model, and for testing what talks to one.
 
     sapwood serve --factory sapwood.bench.paced:paced --factory-flags '{"step_ms": 5, "tokenizer": "tokenizer.json"}'
 
-Tokens are a function of what came before, so that the same prompt gets the same answer.
+Tokens are a function of what came before, so that the same prompt gets the same answer. `log` names a file that tells
+when: rows of three float64, the seed of a request, how many tokens it has (-1: it was dropped), and the monotonic clock
+when the step that brought the last of them was over.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from sapwood.cache import CacheGroup
 from sapwood.engine.arena import DeviceArena, HostArena, PageLayout, PagePart
 from sapwood.engine.loop import EngineLoop
 from sapwood.engine.requests import Requests
-from sapwood.engine.samples import Likely
+from sapwood.engine.samples import Likely, Sample
 from sapwood.engine.tiers import Tiers
 from sapwood.engine.transfer import open_mover
 from sapwood.scheduler import Event, Plan, Scheduler, SchedulerConfig, StepDone
@@ -31,7 +33,9 @@ _FLAGS: dict[str, Any] = {
     "token_us": 0.0,  # for each token of a prompt that is computed
     "vocabulary": 49152,
     "eos": 2,
+    "says": None,  # the tokens it chooses from; None: any but special ones
     "ends_after": 0,  # tokens, then eos; 0: never
+    "log": None,
     "page_size": 16,
     "device_pages": 8192,
     "host_pages": 0,
@@ -90,6 +94,28 @@ class PacedEngine(Requests):
             print_ = Fingerprint(b"paced" * 6 + b"xx", "uint8", self.flags.page_size, layouts, 0, 1)
             store = open_store(self.flags.store, print_, process=True)
         self.loop = EngineLoop(self.scheduler, _Pacer(self), Tiers(self.scheduler, mover, store))
+        self._log = None if self.flags.log is None else open(self.flags.log, "wb", buffering=0)  # noqa: SIM115
+
+    def step(self) -> list[Sample]:
+        changed = super().step()
+        if self._log is not None and changed:
+            now = time.monotonic()
+            rows = [(sample.params.seed or 0, len(sample.token_ids), now) for sample in changed]
+            self._log.write(np.array(rows).tobytes())
+        return changed
+
+    def abort(self, samples: Sequence[Sample]) -> list[Sample]:
+        over = super().abort(samples)
+        if self._log is not None and over:
+            now = time.monotonic()
+            self._log.write(np.array([(sample.params.seed or 0, -1, now) for sample in over]).tobytes())
+        return over
+
+    def close(self) -> None:
+        super().close()
+        if self._log is not None:
+            self._log.close()
+            self._log = None
 
     def _told(self, plan: Plan, event: Any) -> dict[str, Likely]:
         """Made up, where somebody asked: each token is likely, and its neighbours less so."""
@@ -160,6 +186,8 @@ class _Pacer:
             return int(allowed[mixed % len(allowed)]) if len(allowed) else int(flags.eos)
         if flags.ends_after and len(said) + 1 >= flags.ends_after and len(said) + 1 > sample.params.min_tokens:
             return int(flags.eos)
+        if flags.says:
+            return int(flags.says[mixed % len(flags.says)])
         return int(_PLAIN + mixed % (flags.vocabulary - _PLAIN - 1))
 
 
