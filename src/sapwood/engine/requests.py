@@ -28,7 +28,6 @@ from .params import SamplingParams
 from .samples import Grammar, Likely, Sample
 from .stops import TextStream, bad_word_tokens
 
-
 # Writes what each grammar allows into its row of masks: one after the other, or all at once where grammars can.
 Fill = Callable[[Sequence[Any], npt.NDArray[np.int32], Sequence[int]], None]
 
