@@ -104,6 +104,7 @@ class ChatWriter:
         options = request.stream_options
         self.usage = bool(options and options.include_usage)
         self.each = bool(options and options.continuous_usage_stats)
+        self.top = request.top_logprobs or 0
         self.role = serving.config.response_role
         reasoning = request.separate_reasoning
         if reasoning is None:
@@ -126,7 +127,6 @@ class ChatWriter:
         if piece.finish is not None:
             parts += sample.spoken.finish()
         sample.tokens += piece.tokens
-        sample.likely += piece.likely
         choices = []
         for part in parts:
             sample.add(part)
@@ -139,7 +139,9 @@ class ChatWriter:
             return b""
         last = choices[-1]
         if piece.likely:
-            last.logprobs = self._logprobs(piece.tokens, piece.likely)
+            last.logprobs = chat_logprobs(piece.tokens, piece.likely, self.top, self.serving.tokens)
+            if not self.request.stream:
+                sample.scores += last.logprobs["content"]
         if self.request.return_token_ids:
             last.token_ids = piece.tokens
         if piece.finish is not None:
@@ -180,9 +182,6 @@ class ChatWriter:
             return Delta(tool_calls=[{"index": part.index, "id": call["id"], "type": "function", "function": function}])
         return Delta(tool_calls=[{"index": part.index, "function": {"arguments": part.text}}])
 
-    def _logprobs(self, tokens: list[int], likely: list[Any]) -> Any:
-        return chat_logprobs(tokens, likely, self.request.top_logprobs or 0, self.serving.tokens)
-
     # ---- in one piece
 
     def whole(self) -> dict[str, Any]:
@@ -199,7 +198,7 @@ class ChatWriter:
             choice: dict[str, Any] = {
                 "index": index,
                 "message": message,
-                "logprobs": self._logprobs(sample.tokens, sample.likely) if self.request.logprobs else None,
+                "logprobs": {"content": sample.scores, "refusal": None} if self.request.logprobs else None,
                 "finish_reason": sample.finish,
                 "stop_reason": sample.stop,
             }
@@ -224,7 +223,7 @@ class ChatWriter:
 class _Sample:
     """What a sample has said so far."""
 
-    __slots__ = ("calls", "content", "finish", "likely", "parser", "reasoning", "spoken", "stop", "tokens")
+    __slots__ = ("calls", "content", "finish", "parser", "reasoning", "scores", "spoken", "stop", "tokens")
 
     def __init__(self, spoken: Spoken, parser: str | None) -> None:
         self.spoken = spoken
@@ -233,7 +232,7 @@ class _Sample:
         self.reasoning: list[str] = []
         self.calls: list[dict[str, Any]] = []
         self.tokens: list[int] = []
-        self.likely: list[Any] = []
+        self.scores: list[Any] = []
         self.finish: str | None = None
         self.stop: int | str | None = None
 

@@ -14,6 +14,7 @@ from .serving import Serving, new_id
 from .usage import usage_of
 
 _MOST_LOGPROBS = 20
+_MOST_SCORES = 1 << 16  # tokens of a prompt with their likeliest others
 
 
 async def completions(serving: Serving, call: Call) -> Generation:
@@ -28,6 +29,7 @@ async def completions(serving: Serving, call: Call) -> Generation:
         most = 1
     if request.echo and top is not None:
         request.prompt_logprobs = top
+        _bound(prompts, top)
     params = serving.params(request, call.caller, max_tokens=most, logprobs=top)
     generation = await serving.begin(prompts, params, request, model, serving.grammar(request))
     writer = CompletionWriter(serving, call, request, model, generation, top)
@@ -65,6 +67,15 @@ def _logprobs(request: CompletionRequest) -> int | None:
     if not 0 <= top <= _MOST_LOGPROBS:
         raise bad("logprobs", f"logprobs must be from 0 to {_MOST_LOGPROBS}, got {shown(top)}")
     return top
+
+
+def _bound(prompts: list[Prompt], top: int) -> None:
+    """The scores of a prompt come all at once, and others wait while they are written down."""
+    lengths = [len(prompt.ids) for prompt in prompts]
+    for tokens, most in ((max(lengths), _MOST_SCORES), (sum(lengths), 4 * _MOST_SCORES)):
+        if tokens * (top + 1) > most:
+            said = f"the prompt's {tokens} tokens with {top} more for each are too many to score: {most} may"
+            raise bad("logprobs", f"{said}, that is {most // (top + 1)} tokens")
 
 
 class CompletionWriter:
@@ -106,7 +117,8 @@ class CompletionWriter:
                 scores.append(sample.logprobs.lists(piece.tokens, list(piece.likely)))
         sample.text.append(text)
         sample.tokens += piece.tokens
-        sample.scores += scores
+        if not self.request.stream:
+            sample.scores += scores
         if piece.finish is not None:
             sample.finish, sample.stop = piece.finish, piece.stop
         if not text and not scores and piece.finish is None:

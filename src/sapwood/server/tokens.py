@@ -64,6 +64,7 @@ class Tokens:
             self._split = re.compile(f"({'|'.join(longest)})")
             if not self._exact():
                 self._split = None
+        self._token_texts: dict[int, str] = {}
         self._segments: OrderedDict[str, bytes] = OrderedDict()
         self._size = 0
 
@@ -153,6 +154,13 @@ class Tokens:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return self.detokenizer.decode([int(id) for id in ids], skip_special_tokens)
+
+    def token_text(self, token: int) -> str:
+        """A token by itself."""
+        found = self._token_texts.get(token)
+        if found is None:
+            found = self._token_texts[token] = self.detokenizer.token_bytes(token).decode(errors="replace")
+        return found
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
