@@ -17,6 +17,7 @@ MOST_DEPTH = 100  # of a body's lists and objects in each other
 MOST_LISTS = 100_000  # lists and objects of a body. What looks like one in its texts counts as well, here
 MOST_STRINGS = 150_000  # and here,
 MOST_VALUES = 2_000_000  # and here
+MOST_NAMED = 1 << 15  # tokens in allowed_token_ids and logit_bias, all prompts together
 Text = Annotated[str, Meta(max_length=32 << 20)]
 Name = Annotated[str, Meta(min_length=1, max_length=512)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -67,7 +68,7 @@ class Sampling(Struct, kw_only=True):
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
     logit_bias: dict[str, float] | None = None
-    allowed_token_ids: Tokens | None = None
+    allowed_token_ids: Annotated[list[int], Meta(max_length=MOST_NAMED)] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None

@@ -29,7 +29,7 @@ from .generation import Generation, Model, Prompt
 from .grammars import GrammarSpec
 from .grammars import check as check_grammar
 from .link import EngineLink
-from .schemas import Sampling
+from .schemas import MOST_NAMED, Sampling
 from .template import ChatTemplate, TemplateError
 from .tokens import Tokens
 
@@ -45,7 +45,6 @@ _PLAIN = (  # fields that requests and SamplingParams have in common
 _LONGEST = 2  # contexts that a prompt may have, if it is to be cut or only counted
 _MOST_CHARACTERS = 64  # of a token, on average
 _SHORT, _FEW = 256 << 10, 32  # bytes and messages whose prompt is made at once, without a thread
-_MOST_NAMED = 1 << 17  # tokens in allowed_token_ids and logit_bias, all prompts together
 _MOST_BEGINS = 1 << 25  # characters of all beginnings of all stop strings, all samples together
 
 
@@ -306,11 +305,9 @@ class Serving:
     def _bound(self, params: SamplingParams, prompts: int) -> None:
         """What is made anew for every prompt or sample may not be much, where these are many."""
         named = len(params.allowed_token_ids or ()) + len(params.logit_bias or ())
-        if prompts * named > _MOST_NAMED:
+        if prompts * named > MOST_NAMED:
             field = "allowed_token_ids" if params.allowed_token_ids else "logit_bias"
-            raise bad(
-                field, f"{field} may name {_MOST_NAMED} tokens for all prompts, got {named} for each of {prompts}"
-            )
+            raise bad(field, f"{field} may name {MOST_NAMED} tokens for all prompts, got {named} for each of {prompts}")
         begins = sum(len(stop) ** 2 for stop in params.stops)
         if prompts * params.n * begins > _MOST_BEGINS:
             raise bad("stop", f"stop must have fewer or shorter strings for {prompts * params.n} samples")
