@@ -209,6 +209,8 @@ def texts() -> Iterator[Bad]:
     yield Bad("a bad word of many tokens", CHAT, with_(CHAT, bad_words=["many words are no word at all, are they"]))
     yield Bad("an empty bad word", CHAT, with_(CHAT, bad_words=[""]), "bad_words")
     yield Bad("no token allowed", CHAT, with_(CHAT, allowed_token_ids=[]), "allowed_token_ids")
+    many = with_(CHAT, allowed_token_ids=list(range(40_000)))
+    yield Bad("40,000 tokens allowed", CHAT, many, "allowed_token_ids")
     yield Bad("unknown tokens allowed", CHAT, with_(CHAT, allowed_token_ids=[2**40]), "allowed_token_ids")
     yield Bad("many tokens for many prompts", COMPLETIONS, _many_allowed, "allowed_token_ids")
     yield Bad("a salt that is too long", CHAT, with_(CHAT, cache_salt="s" * 2000), "cache_salt")
@@ -283,6 +285,8 @@ def prompts() -> Iterator[Bad]:
     for value in (-1, 21, BIG):
         yield Bad(f"logprobs={value!r:.10}", COMPLETIONS, with_(COMPLETIONS, logprobs=value), "logprobs")
         yield Bad(f"top_logprobs={value!r:.10}", CHAT, with_(CHAT, logprobs=True, top_logprobs=value), "top_logprobs")
+    scores = with_(COMPLETIONS, prompt=[5] * 15_000, echo=True, logprobs=20)
+    yield Bad("315,000 scores of a prompt", COMPLETIONS, scores, "logprobs")
     yield Bad("top_logprobs alone", CHAT, with_(CHAT, top_logprobs=3), "top_logprobs")
     yield Bad("prompt_logprobs", COMPLETIONS, with_(COMPLETIONS, prompt_logprobs=1), "prompt_logprobs")
 
