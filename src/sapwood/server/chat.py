@@ -13,7 +13,7 @@ from .http import Call, event
 from .logprobs import chat_logprobs
 from .schemas import ChatRequest, parse
 from .serving import Serving, new_id
-from .spoken import Reasoning, Spoken, Tools, read_tools, told_of_tools
+from .spoken import Reasoning, Spoken, Tools, read_tools
 from .tools import CallArguments, CallBegins, Content, call_id
 from .usage import Usage, usage_of
 
@@ -55,11 +55,8 @@ async def chat_completions(serving: Serving, call: Call) -> Generation:
         template.setdefault("reasoning_effort", request.reasoning_effort)
     if request.documents is not None:
         template.setdefault("documents", request.documents)
-    messages: Any = request.messages
-    if tools.shown and serving.template is not None and "tools" not in serving.template.text:
-        messages = told_of_tools(messages, tools.shown)
     prompt = await serving.conversation(
-        messages,
+        request.messages,
         tools=tools.shown,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,

@@ -43,6 +43,8 @@ class ServerConfig:
     max_schema_bytes     of a JSON schema, a regular expression or a grammar
     max_schema_depth     how deep a JSON schema may be nested
     max_choices          of a structured output
+    max_responses        that /v1/responses keeps for previous_response_id
+    max_responses_bytes  of all of them
     keepalive_seconds    a stream that has nothing to say for so long sends an SSE comment
     drain_seconds        after SIGTERM, how long running requests may go on
     step_timeout         seconds without a sign of the engine, while somebody waits for it, after which /health is 503;
@@ -90,6 +92,8 @@ class ServerConfig:
     max_schema_bytes: int = 65536
     max_schema_depth: int = 64
     max_choices: int = 1024
+    max_responses: int = 4096
+    max_responses_bytes: int = 256 << 20
     keepalive_seconds: float = 10.0
     drain_seconds: float = 30.0
     step_timeout: float = 120.0
@@ -116,7 +120,14 @@ class ServerConfig:
         whole_number("port", self.port, 0, 65535)
         whole_number("max_queue", self.max_queue, 1, 1 << 20)
         whole_number("max_n", self.max_n, 1, 16384)
-        for name in ("max_logit_bias", "max_schema_bytes", "max_choices", "record_trace_bytes"):
+        for name in (
+            "max_logit_bias",
+            "max_schema_bytes",
+            "max_choices",
+            "max_responses",
+            "max_responses_bytes",
+            "record_trace_bytes",
+        ):
             whole_number(name, getattr(self, name), 1, 1 << 40)
         whole_number("max_schema_depth", self.max_schema_depth, 1, 256)
         for name in ("queue_timeout", "drain_seconds", "step_timeout", "status_seconds"):

@@ -13,7 +13,7 @@ from .generation import Generation, Model, Prompt
 from .http import Call
 from .schemas import Sampling
 from .serving import Serving
-from .spoken import Tools, told_of_tools
+from .spoken import Tools
 
 MOST_MESSAGES = 4096
 _OF_OTHER_APIS = {
@@ -34,11 +34,6 @@ async def prompt_of(
     """The prompt that the chat template makes of messages. `template`: what else it is told."""
     if len(messages) > MOST_MESSAGES:
         raise bad("messages", f"a conversation may have {MOST_MESSAGES} messages, got {len(messages)}")
-    known = "" if serving.template is None else serving.template.text
-    if "developer" not in known:
-        messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
-    if tools.shown and known and "tools" not in known:
-        messages = told_of_tools(messages, tools.shown)
     prompt = await serving.conversation(
         messages, tools=tools.shown, continue_final_message=continue_final_message, more=template
     )

@@ -43,7 +43,8 @@ _PR_SET_PDEATHSIG = 1
 # Bytes that must follow are not worked out ahead: a million of them would be, between two steps. Last, so that it holds
 # against options in the grammar itself.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
-_SPACES = {"whitespace_pattern": r"[ \n\r\t]{1,64}"}  # models that are lost write spaces for ever
+# Between the parts of JSON: a new line with its indentation, or a few spaces. Models that are lost write them for ever.
+_SPACES = {"whitespace_pattern": r"(\r?\n[ \t]{0,64}|[ \t]{1,8})"}
 
 
 def lark(kind: str, text: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 from urllib.parse import parse_qs
-from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -53,7 +52,7 @@ async def responses(serving: Serving, call: Call) -> Generation:
         )
     keep = None
     if request.store is not False:
-        keep = partial(_keep, store_of(serving), call.caller.key, (*before, msgspec.json.encode(given)))
+        keep = partial(_keep, serving.responses, call.caller.key, (*before, msgspec.json.encode(given)))
     writer = ResponsesWriter(serving, request, generation, tools, top, keep)
     if request.stream:
         await call.stream(generation, writer, serving.config.keepalive_seconds)
@@ -64,18 +63,12 @@ async def responses(serving: Serving, call: Call) -> Generation:
 
 # ---- responses that are kept
 
-_stores: WeakKeyDictionary[Serving, ResponseStore] = WeakKeyDictionary()
-
-
-def store_of(serving: Serving) -> ResponseStore:
-    return _stores.setdefault(serving, ResponseStore())
-
 
 def _before(serving: Serving, call: Call, request: ResponsesRequest) -> tuple[bytes, ...]:
     id = request.previous_response_id
     if id is None:
         return ()
-    stored = store_of(serving).get(id, call.caller.key)
+    stored = serving.responses.get(id, call.caller.key)
     if stored is None:
         raise _unknown(id, "previous_response_not_found", "previous_response_id")
     return stored.turns
@@ -93,7 +86,7 @@ async def get_response(serving: Serving, call: Call) -> None:
     id = call.scope["path_params"]["id"]
     if parse_qs(call.scope.get("query_string", b"")).get(b"stream", [b""])[-1] not in (b"", b"false"):
         raise unsupported("stream", "a response that is over is told in one piece")
-    stored = store_of(serving).get(id, call.caller.key)
+    stored = serving.responses.get(id, call.caller.key)
     if stored is None:
         raise _unknown(id, "response_not_found", "id")
     await call.answer(200, stored.body)
@@ -101,6 +94,6 @@ async def get_response(serving: Serving, call: Call) -> None:
 
 async def delete_response(serving: Serving, call: Call) -> None:
     id = call.scope["path_params"]["id"]
-    if not store_of(serving).delete(id, call.caller.key):
+    if not serving.responses.delete(id, call.caller.key):
         raise _unknown(id, "response_not_found", "id")
     await call.json({"id": id, "object": "response", "deleted": True})

@@ -29,7 +29,9 @@ from .generation import Generation, Model, Prompt
 from .grammars import GrammarSpec
 from .grammars import check as check_grammar
 from .link import EngineLink
+from .response_store import ResponseStore
 from .schemas import MOST_NAMED, Sampling
+from .spoken import told_of_tools
 from .template import ChatTemplate, TemplateError
 from .tokens import Tokens
 
@@ -70,6 +72,7 @@ class Serving:
         self.template: ChatTemplate | None = None
         self.tool_parser: str | None = None
         self.defaults: dict[str, Any] = {}
+        self.responses = ResponseStore(config.max_responses, config.max_responses_bytes)
         self.draining = False
 
     # ---- names
@@ -139,8 +142,11 @@ class Serving:
             raise bad("continue_final_message", "continue_final_message and add_generation_prompt cannot both be true")
 
         def render() -> str:
+            made = message_texts(messages)
+            if "developer" not in template.text:  # many templates drop what they do not know
+                made = [{**each, "role": "system"} if each["role"] == "developer" else each for each in made]
             return template.render(
-                message_texts(messages),
+                told_of_tools(made, tools) if tools and "tools" not in template.text else made,
                 tools=tools,
                 add_generation_prompt=not goes_on if add_generation_prompt is None else add_generation_prompt,
                 continue_final_message=goes_on,
