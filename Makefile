@@ -65,7 +65,8 @@ test-compiled: $(STAMP)  ## what the compiled rooms must do as the others do, on
 lint: $(STAMP)  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict $(wildcard src/sapwood/cache src/sapwood/scheduler src/sapwood/store src/sapwood/engine src/sapwood/bench src/sapwood/cli.py)
+	$(BIN)/mypy --strict $(wildcard src/sapwood/cache src/sapwood/scheduler src/sapwood/store src/sapwood/engine src/sapwood/server \
+	  src/sapwood/bench src/sapwood/cli.py)
 
 bench: $(STAMP)  ## figures, beside the yardsticks, in one run; then what compiling changes
 	$(BIN)/python -m benchmarks
