@@ -328,13 +328,11 @@ def engine_killed(folder: Path, words: Words, repeats: int) -> Iterator[Figure]:
             clients.read(time.monotonic() + 1)
             killed = ours.kill_engine()
             clients.read(killed + 10)
-            told = sum(b'"error":' in each.body for each in clients.streams)
-            if told != STREAMS:
-                raise RuntimeError(f"{told} of {STREAMS} streams ended with an error")
-            taken.append(max((each.ended or np.inf) - killed for each in clients.streams) * 1e3)
+            ends = [each.ended if b'"error":' in each.body else None for each in clients.streams]
+            taken.append(max((each or np.inf) - killed for each in ends) * 1e3)
             clients.close()
-    told_ = f"{STREAMS} streams, each with an error; the longest {max(taken):.0f} ms"
-    yield Figure("the engine is killed: all streams ended after", median(taken), "ms", 200.0, told_)
+    told = f"the longest of {repeats}, {STREAMS} streams, each with an error; median {median(taken):.0f} ms"
+    yield Figure("the engine is killed: all streams ended after", max(taken), "ms", 200.0, told)
 
 
 # ---- stop strings
@@ -373,7 +371,7 @@ def first_tokens(words: Words, repeats: int) -> Iterator[Figure]:
     """Through HTTP and from the engine in a process of its own, in turns; each prompt cold, then again."""
     with (
         Sapwood("--store", "none", "--device-cache", "1GiB") as ours,
-        Process(["benchmarks.engine_alone"], "ready") as alone,
+        Process(["benchmarks.engine_alone"], r"(?m)^ready$") as alone,
     ):
 
         def over_http(text: str) -> float:
