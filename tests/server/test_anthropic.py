@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +11,8 @@ import pytest
 from sapwood.server.anthropic import anthropic_error
 from sapwood.server.errors import ApiError
 
-from .clients.environment import python_with, run
 from .scripted import THINKS_AND_CALLS, Script, Scripted, for_clients
+from .venvs import python_with, run
 
 PATH = "/v1/messages"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -414,13 +412,12 @@ def test_what_was_written_is_read_by_the_next_message(server):
 
 @pytest.mark.long  # installs the client in an environment of its own
 @pytest.mark.server
-def test_the_official_client_works_unmodified(tmp_path):
+def test_the_official_client_works_unmodified():
     """Answers in one piece and as streams, thinking, tools, counts, errors: as anthropic's types say.
 
     Mutation: any event of `MessagesWriter` without a field that its type has.
     """
-    folder = os.environ.get("SAPWOOD_TEST_VENVS")
-    python = python_with("anthropic==2.8.0", Path(folder) if folder else tmp_path)
+    python = python_with("anthropic==2.8.0")
     if isinstance(python, str):
         pytest.skip(python)
     with Scripted(for_clients).listening() as url:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sapwood.server.response_store import ResponseStore, Stored
 
-from .clients.environment import python_with, run
 from .scripted import THINKS_AND_CALLS, Script, Scripted, for_clients
+from .venvs import python_with, run
 
 PATH = "/v1/responses"
 TOOL = {
@@ -483,13 +481,12 @@ def test_a_response_that_follows_is_served_from_the_cache(server):
 
 @pytest.mark.long  # installs the client in an environment of its own
 @pytest.mark.server
-def test_the_official_client_works_unmodified(tmp_path):
+def test_the_official_client_works_unmodified():
     """Answers in one piece and as streams, calls, responses that follow others, errors: as openai's types say.
 
     Mutation: any event of `ResponsesWriter` without a field that its type has.
     """
-    folder = os.environ.get("SAPWOOD_TEST_VENVS")
-    python = python_with("openai==3.49.0", Path(folder) if folder else tmp_path)
+    python = python_with("openai==3.49.0")
     if isinstance(python, str):
         pytest.skip(python)
     with Scripted(for_clients, reasoning_parser="think").listening() as url:
