@@ -285,6 +285,9 @@ def main() -> int:
     outward = context.socket(zmq.PUSH)
     outward.set_hwm(0)
     outward.connect(f"ipc://{folder}/api")
+    inward = context.socket(zmq.PULL)
+    inward.set_hwm(0)
+    inward.connect(f"ipc://{folder}/engine")
 
     def send(message: ToApi) -> None:
         outward.send(encode(message))
@@ -306,7 +309,7 @@ def main() -> int:
         engine.wake()
 
     signal.signal(signal.SIGTERM, stop)
-    threading.Thread(target=_receive, args=(context, folder, side), daemon=True).start()
+    threading.Thread(target=_receive, args=(inward, side), daemon=True).start()
     side.run()
     engine.close()
     if events is not None:
@@ -350,10 +353,7 @@ def _opened(settings: Settings, send: Any) -> tuple[Requests, Grammars | None, K
     return engine, grammars, events
 
 
-def _receive(context: zmq.Context[Any], folder: Path, side: EngineSide) -> None:
-    inward = context.socket(zmq.PULL)
-    inward.set_hwm(0)
-    inward.connect(f"ipc://{folder}/engine")
+def _receive(inward: zmq.Socket[bytes], side: EngineSide) -> None:
     try:
         while True:
             side.receives(inward.recv())

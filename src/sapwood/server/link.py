@@ -52,6 +52,7 @@ from .messages import (
 
 log = logging.getLogger(__name__)
 LAG = 0.02  # seconds after which this process counts as behind, and tokens of a stream go out together
+_CONNECTS = 1000  # milliseconds that a message waits for an engine that has just begun
 _ANSWERS = 30.0  # seconds that a question may take
 
 
@@ -149,6 +150,7 @@ class EngineLink:
         self._inward, self._outward = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
         for socket, name in ((self._inward, "api"), (self._outward, "engine")):
             socket.set_hwm(0)
+            socket.setsockopt(zmq.SNDTIMEO, _CONNECTS)
             socket.bind(f"ipc://{self._folder}/{name}")
         self.ready, self.down, self._failed = None, None, ""
         self.doing, self.spent, self._doing_since = "starting", {}, time.monotonic()
@@ -305,7 +307,13 @@ class EngineLink:
             self._questions.pop(number, None)
 
     def _send(self, message: Any) -> None:
-        self._outward.send(encode(message))
+        raw = encode(message)
+        try:
+            self._outward.send(raw, zmq.NOBLOCK)
+        except zmq.Again:  # nobody is connected: it has just begun, or it is dead and that is not told yet
+            if self._process is not None and self._process.poll() is None:
+                with contextlib.suppress(zmq.Again):
+                    self._outward.send(raw)
 
     # ---- what comes back
 
