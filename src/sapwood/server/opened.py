@@ -31,7 +31,7 @@ def model(flags: Mapping[str, Any], progress: Callable[[str], None], events: boo
     tokenizer = None if skip else tokenizer_file(config.tokenizer or str(files.folder))
     progress("loading weights")
     engine = Engine(config, events=events)
-    progress("ready")
+    progress("almost ready")
     groups = engine.sized.groups
     facts = {
         "name": config.model or DEFAULT_NAME,

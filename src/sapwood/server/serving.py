@@ -182,7 +182,7 @@ class Serving:
         more = f" and {new} more are asked for" if new else ""
         return ApiError(
             400,
-            f"this model's context is {self.limit} tokens with the answer: the prompt has {has}{more}",
+            f"this model's maximum context length is {self.limit} tokens with the answer: the prompt has {has}{more}",
             "context_length_exceeded",
             "max_tokens" if new else "prompt",
         )
