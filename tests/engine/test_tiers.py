@@ -84,14 +84,21 @@ def test_t10_time_that_passed_before_a_request_came_is_not_its_own(tmp_path):
 
     Mutation: `EngineLoop.step` plans before it tells the time; or patience begins before a fetch is handed out.
     """
-    now = [0.0]
-    machine = fetching(tmp_path, clock=lambda: now[0], lookup_ticks=100, fetch_ticks=100, page_ticks=0)
-    now[0] += 100.0
-    machine.submit("ann", PROMPT)
-    assert machine.step().plan.lookups
-    machine.until(lambda: machine.tiers.wait(0.01))
-    events = machine.tiers.poll()
-    assert [type(event) for event in events] == [LookupDone]
+    for attempt in range(20):  # a store that answers within the very step is no story
+        now = [0.0]
+        machine = fetching(
+            tmp_path / str(attempt), clock=lambda now=now: now[0], lookup_ticks=100, fetch_ticks=100, page_ticks=0
+        )
+        now[0] += 100.0
+        machine.submit("ann", PROMPT)
+        assert machine.step().plan.lookups
+        machine.until(lambda machine=machine: machine.tiers.wait(0.01))
+        events = machine.tiers.poll()
+        if [type(event) for event in events] == [LookupDone]:
+            break
+        machine.close()
+    else:
+        raise AssertionError("the lookup was always answered within its step")
     machine.scheduler.advance([*events, Tick(150)])  # the step was slow: the fetch is handed out after all that
     machine.see_to("ann")
     assert machine.ended["ann"].cached == 24 and machine.scheduler.stats()["store"]["late"] == 0

@@ -7,6 +7,7 @@ import json
 import shutil
 import ssl
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -179,10 +180,10 @@ def test_arrivals_follow_the_rate(tmp_path):
     assert np.diff(mix._replace(burstiness=100.0).arrivals(2000)).std() < 1 / 300
     with Fake(lambda *_: Reply(wait=0.1)) as fake:
         options = "--num-prompts 8 --input-len 5 --warmup 0 --request-rate 50 --seed 3"
-        read = bench(fake, tmp_path, options)
-        came = np.array([seen.at for seen in fake.seen]) - fake.seen[0].at
-        assert fake.most > 2 and (came >= np.array(mix.arrivals(8)) - 0.02).all()
-        assert not any("after their time" in note for note in read["notes"])
+        began = time.perf_counter()
+        bench(fake, tmp_path, options)
+        came = np.array([seen.at for seen in fake.seen]) - began
+        assert fake.most > 2 and (came >= np.array(mix.arrivals(8))).all(), "nobody comes before its time"
         read = bench(fake, tmp_path, options + " --max-concurrency 1")
         assert any("after their time" in note for note in read["notes"])
 
