@@ -227,6 +227,28 @@ def test_text_between_structures_is_free(grammars, tokenizer):
     assert not fits('so: <f=add>{"a": 1}')
 
 
+def test_json_is_written_as_people_write_it(grammars, tokenizer):
+    """On one line, without spaces, indented by spaces or tabs; but nobody writes empty lines for ever. A schema that
+    has its own idea of spaces keeps it.
+
+    Mutation: `_SPACES` allows no new line, or any number; `_json` puts it before the schema's own `x-guidance`.
+    """
+    value = {"a": [1, {"b": {"c": [[2.5, None], "x"]}}], "d": True}
+    compact = {"type": "object", "x-guidance": {"whitespace_flexible": False, "whitespace_pattern": None}}
+
+    def fits(text: str, schema: Any) -> bool:
+        grammar = grammar_of(grammars, "json_schema", schema)
+        for token in tokenizer.encode(text).ids:
+            grammar.accept(token)
+        return not grammar.error
+
+    for options in ({}, {"separators": (",", ":")}, {"indent": 2}, {"indent": 8}, {"indent": "\t"}):
+        text = json.dumps(value, **options)
+        assert fits(text, {"type": "object"}) and fits(text.replace("\n", "\r\n"), {"type": "object"})
+        assert fits(text, compact) == (" " not in text and "\n" not in text)
+    assert fits("{\n", {}) and not fits("{\n\n", {}) and not fits("{" + " " * 9, {})
+
+
 # ---- ends, errors, and going back
 
 
