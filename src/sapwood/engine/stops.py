@@ -80,12 +80,13 @@ class TextStream:
 class _Stops:
     """Stop strings, and the end of the text so far, as much of it as one of them could begin in."""
 
-    __slots__ = ("_begins", "_chars", "_longest", "_strings", "_tail")
+    __slots__ = ("_begins", "_chars", "_firsts", "_longest", "_strings", "_tail")
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = strings
         self._longest = max(map(len, strings)) - 1
         self._begins = {string[:end] for string in strings for end in range(1, len(string))}
+        self._firsts = {string[0] for string in strings}
         self._chars = {char for string in strings for char in string[:-1]}
         self._tail = ""
 
@@ -109,7 +110,7 @@ class _Stops:
         if tail[-1:] not in self._chars:
             return 0
         for at in range(len(tail)):
-            if tail[at] in self._chars and tail[at:] in self._begins:
+            if tail[at] in self._firsts and tail[at:] in self._begins:
                 return len(tail) - at
         return 0
 
