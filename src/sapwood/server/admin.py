@@ -18,6 +18,7 @@ from .spoken import read_tools
 
 _NAME = re.compile(r"[\w./:@+-]{1,200}")
 MOST_NODES = 10_000
+_MOST_ADAPTERS = 4096
 TIERS = ("device,host", "all")
 
 
@@ -58,6 +59,8 @@ async def load_adapter(serving: Serving, call: Call) -> None:
         raise bad("lora_name", f"lora_name must be 1 to 200 letters, digits and ./:@+-, got {asked.lora_name!r:.60}")
     if asked.lora_name in serving.names:
         raise bad("lora_name", f"lora_name {asked.lora_name!r} is the model's own name")
+    if len(serving.adapters) >= _MOST_ADAPTERS:
+        raise bad("lora_name", f"{_MOST_ADAPTERS} adapters are loaded already: unload one first")
     path = _below_root(serving, asked.lora_path)
     digest = await serving.link.ask("load_adapter", name=asked.lora_name, path=str(path))
     serving.adapters[asked.lora_name] = digest

@@ -51,6 +51,7 @@ _STATUSES = {
     431: "the headers are too large",
     503: "the model is not loaded yet, the server is stopping, or its engine is gone",
 }
+_BEFORE = (408, 413, 431)  # before the path is looked at
 _TEXT = {"type": "string"}
 _ERRORS: dict[str, Any] = {
     "Error": {
@@ -120,13 +121,16 @@ def _answer(path: str) -> dict[str, Any]:
     if path == "/metrics":
         return {"text/plain": {"schema": _TEXT}}
     whole = {"application/json": {"schema": {"type": "object"}}}
-    return {**whole, "text/event-stream": {"schema": _TEXT}} if path in _STREAMED else whole
+    return {**whole, "text/event-stream": {}} if path in _STREAMED else whole
 
 
 def _refusals(path: str) -> dict[str, Any]:
-    kind = "AnthropicError" if path.startswith("/v1/messages") else "Error"
-    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind}"}}}
-    return {str(status): {"description": told, "content": content} for status, told in _STATUSES.items()}
+    found = {}
+    for status, told in _STATUSES.items():
+        theirs = path.startswith("/v1/messages") and status not in _BEFORE
+        schema = {"$ref": f"#/components/schemas/{'AnthropicError' if theirs else 'Error'}"}
+        found[str(status)] = {"description": told, "content": {"application/json": {"schema": schema}}}
+    return found
 
 
 def _parameter(place: str, name: str, schema: dict[str, Any]) -> dict[str, Any]:
