@@ -598,7 +598,7 @@ def test_a_trial_that_was_killed_is_begun_again():
 def test_trials_end_with_the_engine():
     """The engine is killed while a trial is busy: the trial process and its fork are gone too.
 
-    Mutation: `_die_with_parent` is not called, by `main` or in `_tried`.
+    Mutation: `_die_with` is not called, by `main` or in `_tried`, or does not look at its parent.
     """
     code = """
 import sys

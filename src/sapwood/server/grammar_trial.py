@@ -127,7 +127,7 @@ class Trial:
     """
 
     def __init__(self, seconds: float, most_bytes: int, vocabulary: Vocabulary) -> None:
-        self._arguments = [str(seconds), str(most_bytes)]
+        self._arguments = [str(seconds), str(most_bytes), str(os.getpid())]
         self._vocabulary = json.dumps([vocabulary.size, list(vocabulary.eos), [*vocabulary.added.items()]]) + "\n"
         self._process: subprocess.Popen[str] | None = None
 
@@ -206,8 +206,8 @@ class _Bytes:
 
 
 def main() -> None:
-    seconds, most_bytes = float(sys.argv[1]), int(sys.argv[2])
-    _die_with_parent()
+    seconds, most_bytes, engine = float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    _die_with(engine)
     size, eos, added = json.loads(sys.stdin.readline())
     tokenizer = LLTokenizer(TokenizerWrapper(_Bytes(Vocabulary(size, eos, dict(added)))), eos_token=eos)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -221,10 +221,11 @@ def main() -> None:
 
 def _tried(tokenizer: LLTokenizer, kind: str, text: str, seconds: float) -> list[Any]:
     reader, writer = os.pipe()
+    trial = os.getpid()
     child = os.fork()
     if not child:
         try:
-            _die_with_parent()
+            _die_with(trial)
             with open(writer, "w") as out:
                 out.write(json.dumps(_compiled(tokenizer, kind, text)))
         finally:
@@ -273,8 +274,11 @@ def _lower(what: int, most: int) -> None:
     resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
-def _die_with_parent() -> None:
+def _die_with(parent: int) -> None:
+    """As `engine_side`'s: nothing of ours can be imported here."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the kernel was asked
+        os._exit(1)
 
 
 if __name__ == "__main__":
