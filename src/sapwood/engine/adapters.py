@@ -5,7 +5,7 @@
                               v
     slots on the device       module 1   A [slots + 1, rank, in]   B [slots + 1, out, rank]     slot 0 is the base model
                               module 2   ...
-                              |  applied(routing): y = base(x); y[tokens of slot s] += (x @ A[s]^T) @ B[s]^T
+                              |  applied(routing): what lora_layers.py adds to the outputs of modules
                               v
                           forward of the model, rows of any adapters in one batch
 
@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from . import lora_files
 from .lora_files import AdapterError, LoraFile, Pair
+from .lora_layers import Forward, ReadRouting, Routing, stacks
 
-Slots = npt.NDArray[np.int32]
+__all__ = ["Adapter", "Adapters", "ReadRouting", "Routing", "UnknownAdapter"]
 
 
 class UnknownAdapter(LookupError):
@@ -50,102 +50,6 @@ class Adapter(NamedTuple):
     pairs: dict[str, Pair]
 
 
-class Span(NamedTuple):
-    """The tokens of one slot: a range where they lie together, an index on the device where they do not."""
-
-    slot: int
-    tokens: slice | Tensor
-
-
-class Added(NamedTuple):
-    """What one adapter adds to a linear layer, [in, rank] and [rank, out], and to which tokens."""
-
-    pair: Pair
-    tokens: slice | Tensor
-
-
-class Routing:
-    """Which tokens of a flat batch belong to which slot. `slots` has one entry a token, 0 for the base model."""
-
-    __slots__ = ("device", "slots", "spans")
-
-    def __init__(self, slots: Slots, device: torch.device) -> None:
-        self.slots = slots
-        self.device = device
-        self.spans: list[Span] = []
-        for slot in np.unique(slots[slots > 0]).tolist():
-            tokens = np.flatnonzero(slots == slot)
-            first, end = int(tokens[0]), int(tokens[-1]) + 1
-            if end - first == len(tokens):
-                self.spans.append(Span(slot, slice(first, end)))
-            else:
-                self.spans.append(Span(slot, torch.from_numpy(tokens).to(device)))
-
-    def part(self, tokens: slice | npt.NDArray[np.integer]) -> Routing | None:
-        """The routing of some of the tokens, for a module that is given those alone, in this order."""
-        slots = self.slots[tokens]
-        return Routing(slots, self.device) if slots.any() else None
-
-
-class _Wrapped:
-    """One nn.Linear with a stack of adapters. It stands in for the module's `forward`: the module keeps its class, its
-    name and its weights."""
-
-    def __init__(self, owner: Adapters, name: str, linear: nn.Linear) -> None:
-        rows, zeros = owner.slots + 1, linear.weight.new_zeros
-        self.owner = owner
-        self.name = name
-        self.shape = (linear.out_features, linear.in_features)
-        self.a = zeros(rows, owner.max_rank, linear.in_features)
-        self.b = zeros(rows, linear.out_features, owner.max_rank)
-        self.in_use: list[Pair | None] = [None] * rows  # [in, rank] and [rank, out] of each slot, without the padding
-        self.base = linear.forward
-        linear.forward = self  # type: ignore[method-assign]
-
-    def __call__(self, input: Tensor) -> Tensor:
-        y = self.base(input)
-        if self.owner.called is not None:
-            self.owner.called.add(self.name)
-        if self.owner.routing is not None:
-            self.add(self.owner.routing, input, y)
-        return y
-
-    def present(self, routing: Routing, tokens: int) -> list[Added]:
-        """What is added to the outputs of a batch of so many tokens."""
-        added = [Added(pair, span.tokens) for span in routing.spans if (pair := self.in_use[span.slot]) is not None]
-        if added and tokens != len(routing.slots):
-            raise RuntimeError(
-                f"{self.name} was given {tokens} tokens and the adapters are routed for {len(routing.slots)}: "
-                "whoever calls it with others must apply the routing's `part` of them"
-            )
-        return added
-
-    def add(self, routing: Routing, x: Tensor, y: Tensor) -> None:
-        added = self.present(routing, x.numel() // x.shape[-1])
-        if not added:
-            return
-        x, y = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
-        for pair, tokens in added:
-            if isinstance(tokens, slice):
-                y[tokens].addmm_(x[tokens] @ pair.a, pair.b)
-            else:
-                y.index_add_(0, tokens, x.index_select(0, tokens) @ pair.a @ pair.b)
-
-    def upload(self, slot: int, pair: Pair | None) -> None:
-        """On the current stream, behind every step that was issued before. Padding is zero for whoever reads all."""
-        self.in_use[slot] = None
-        if pair is None:
-            self.b[slot].zero_()  # whatever A has, nothing is added
-            return
-        rank = len(pair.a)
-        a, b = self.a[slot, :rank], self.b[slot, :, :rank]
-        a.copy_(pair.a, non_blocking=True)
-        b.copy_(pair.b, non_blocking=True)
-        self.a[slot, rank:].zero_()
-        self.b[slot, :, rank:].zero_()
-        self.in_use[slot] = Pair(a.t(), b.t())
-
-
 class Adapters:
     """All adapters of a model. Made once, with the weights in place; the model's linear layers are wrapped then.
 
@@ -162,18 +66,19 @@ class Adapters:
         if self.slots < max_loras:
             raise ValueError(f"slots must be at least max_loras, which is {max_loras}, got {slots}")
         self.max_rank = max_rank
-        self.routing: Routing | None = None  # of the forward that runs now
-        self.called: set[str] | None = None  # modules that the forward has called, while somebody looks
+        self._forward = Forward()
         self._model = model
         head = getattr(model, "get_output_embeddings", lambda: None)()
-        self._wrapped = {
-            name: _Wrapped(self, name, module)
+        layers = {
+            name: module
             for name, module in model.named_modules()
             if type(module) is nn.Linear and module is not head and not _in_expert(name)
         }
-        if not self._wrapped:
+        if not layers:
             raise ValueError("this model has no nn.Linear that an adapter could change")
-        self._device = next(iter(self._wrapped.values())).a.device
+        self._stacks = stacks(self._forward, layers, self.slots, max_rank)
+        self._wrapped = {part.name: part for stack in self._stacks for part in stack.parts}
+        self._device = self._stacks[0].a.device
 
         self._uncalled: set[str] = set()
         self._names: dict[str, bytes] = {}
@@ -186,17 +91,28 @@ class Adapters:
     def only_called(self, forward: Callable[[], object]) -> None:
         """Modules that this forward does not call take no adapters from now on: whoever reads their weights directly
         would leave the adapter out, silently."""
-        self.called = set()
+        self._forward.called = called = set[str]()
         try:
             forward()
         finally:
-            called, self.called = self.called, None
+            self._forward.called = None
         self._uncalled = {name for name in self._wrapped if name not in called}
 
     @property
     def nbytes(self) -> int:
         """Device memory of all slots."""
-        return sum(each.a.nbytes + each.b.nbytes for each in self._wrapped.values())
+        return sum(stack.a.nbytes + stack.b.nbytes for stack in self._stacks)
+
+    @property
+    def routing(self) -> Routing | ReadRouting | None:
+        """Of the forward that runs now."""
+        return self._forward.routing
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a forward with adapters can be captured in a CUDA graph, inside `applied(ReadRouting(...))`: all that
+        adapters add is added by kernels. Ask after `only_called`."""
+        return all(stack.grouped for stack in self._stacks) and not self._forward.read
 
     # Names and host copies.
 
@@ -324,7 +240,7 @@ class Adapters:
             if digest not in self._host:
                 raise UnknownAdapter(digest, [row for row, other in enumerate(digests) if other == digest])
         absent = [digest for digest in wanted if digest not in self._lru]
-        busy = {span.slot for routing in self._in_flight for span in routing.spans}
+        busy = {slot for routing in self._in_flight for slot in routing.used}
         idle = [digest for digest, slot in self._lru.items() if digest not in wanted and slot not in busy]
         short = len(absent) - len(self._free)
         if short > len(idle):
@@ -345,13 +261,13 @@ class Adapters:
         return routing
 
     @contextlib.contextmanager
-    def applied(self, routing: Routing | None) -> Iterator[None]:
+    def applied(self, routing: Routing | ReadRouting | None) -> Iterator[None]:
         """Forwards inside run with these adapters. May be nested, with a `part` for what sees some tokens only."""
-        before, self.routing = self.routing, routing
+        before, self._forward.routing = self._forward.routing, routing
         try:
             yield
         finally:
-            self.routing = before
+            self._forward.routing = before
 
     def end(self, routing: Routing | None) -> None:
         """A step is over, done or failed: nothing on the device reads its slots any more."""
@@ -362,17 +278,6 @@ class Adapters:
         with torch.inference_mode():
             for name, wrapped in self._wrapped.items():
                 wrapped.upload(slot, adapter.pairs.get(name))
-
-
-def added_to(linear: nn.Module, tokens: int) -> list[Added]:
-    """What the forward that runs now adds to a linear layer, for whoever computes with its weight and does not call
-    it."""
-    wrapped = linear.forward
-    if not isinstance(wrapped, _Wrapped):
-        return []
-    if wrapped.owner.called is not None:
-        wrapped.owner.called.add(wrapped.name)
-    return [] if wrapped.owner.routing is None else wrapped.present(wrapped.owner.routing, tokens)
 
 
 def _in_expert(module: str) -> bool:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .adapters import added_to
+from .lora_layers import added_to
 
 _CLOSE = 1e-3  # relative: another order of heads or parts is off by far more
 _CLOSE_HALF = 0.1

@@ -1,5 +1,5 @@
-"""Which modules of transformers are computed in another way, by their class, and how. The modules stay, with their names
-and weights; only `forward` is replaced, in place:
+"""Which modules of transformers are computed in another way, by their class, and how. They keep their names and
+weights; only `forward` is replaced, in place:
 
     ...RMSNorm      one kernel
     ...Attention    its own code, with q, k and v as one product, and another function for rotary positions
@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import logging
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -40,14 +40,14 @@ class Kernels(NamedTuple):
     norm: Callable[[Tensor, Tensor, float, bool], Tensor] | None  # x, weight, eps, whether one is added to the weight
     rotary: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None  # q, k, cos, sin
     can_rotate: Callable[[Tensor, Tensor, Tensor, Tensor], bool] | None
-    gated: dict[str, Callable[[Tensor], Tensor]]  # by the class of the activation: [gate, up] -> act(gate) * up
+    gated: Mapping[str, Callable[[Tensor], Tensor]]  # by the class of the activation: [gate, up] -> act(gate) * up
 
 
 TORCH = Kernels(None, None, None, {})
 
 
 def triton_kernels() -> Kernels:
-    from . import elementwise_triton as own
+    from . import triton_elementwise as own
 
     gated = {
         "SiLUActivation": own.silu_mul,
@@ -104,8 +104,10 @@ def _patches(module: nn.Module, kernels: Kernels) -> Iterator[tuple[str, Callabl
     family, kind = _known(module)
     own: Any = module
     weight = next(module.parameters(), None)
-    if weight is None or weight.dtype not in _DTYPES:
+    if weight is None:
         return
+    if weight.dtype not in _DTYPES:
+        kernels = TORCH
     if kind == "RMSNorm" and kernels.norm is not None:
         eps = own.variance_epsilon if hasattr(own, "variance_epsilon") else own.eps
         norm = Norm(kernels.norm, weight, eps, family in _PLUS_ONE)

@@ -118,6 +118,7 @@ class Sampler:
         self.vocabulary = vocabulary
         self.device = torch.device(device)
         self._source = source
+        self._kernel = _kernel(self.device)
         self._needs = np.full(slots, _EDITS)  # slots that are not seated are found when their edits are looked for
         self._least = np.zeros(slots, np.int64)
         self._streams = np.zeros(slots, np.uint64)
@@ -193,6 +194,10 @@ class Sampler:
             self._rows[slot] = self._free.pop()
         self._counts[int(self._rows[slot])] = self._put(counts)
 
+    def plain(self, slots: Ints, index: Ints) -> bool:
+        """Whether all of these rows take their likeliest token, and nobody asks for log-probabilities."""
+        return not self._needs[slots].any() and not (np.asarray(index) < self._least[slots]).any()
+
     @torch.no_grad()
     def sample(self, logits: Tensor, slots: Ints, index: Ints, masks: npt.NDArray[np.int32] | None = None) -> Sampled:
         """One token a row. `index`: of the token to be generated, from 0. `masks`: the tokens a row may choose, as bits
@@ -246,8 +251,12 @@ class Sampler:
             # Weights, not probabilities: 1 for the likeliest, and no sum of floats, in which order would matter.
             ratios = logits.index_select(0, at).sub_(best[at]).div_(self._column(rows.slots, _TEMPERATURE, logits))
             weights = ratios.exp_().float()
-            self._filter(rows, weights)
-            tokens[at] = self._draw(rows, weights)
+            if self._kernel is not None:
+                numbers = np.column_stack([self._numbers[rows.slots][:, (_MINIMUM, _K, _P)], self._uniforms(rows)])
+                tokens[at] = self._kernel(weights, self._put(np.ascontiguousarray(numbers)))
+            else:
+                self._filter(rows, weights)
+                tokens[at] = self._draw(rows, weights)
         return tokens, best[:, 0]
 
     def _edit(self, rows: _Rows, logits: Tensor) -> None:
@@ -411,6 +420,17 @@ class _Rows:
 
     def some(self, which: npt.NDArray[np.int64]) -> _Rows:
         return _Rows(self.needs[which], self.slots[which], self.index[which])
+
+
+def _kernel(device: torch.device) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """Filters and draws in one go, where there is a kernel for that: the same tokens as `_filter` and `_draw` give."""
+    if device.type != "cuda":
+        return None
+    try:
+        from .triton_sampling import choose
+    except ImportError:
+        return None
+    return choose
 
 
 def _working(logits: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ _HEADS = 8  # heads that one program turns
 _ACTS = 1024  # outputs of one program of an activation
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "inner"])
 def _norm_kernel(
     x_ptr, weight_ptr, out_ptr, rows, inner, x_outer, x_inner, out_outer, out_inner, eps,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, PLUS_ONE: tl.constexpr,

@@ -1,0 +1,253 @@
+"""What adapters add to linear layers in a forward: which token has which slot, and the weights of the slots.
+
+    y = base(x);   y[tokens of slot s] += (x @ A[s]^T) @ B[s]^T
+
+On a GPU two kernels do it for all slots at once (triton_lora.py), elsewhere torch does, slot by slot. Layers that are
+computed as one product (fused.py) have one stack of weights, with a part for each of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from .fused import Fused, Part
+from .lora_files import Pair
+
+Slots = npt.NDArray[np.int32]
+
+
+class Span(NamedTuple):
+    """The tokens of one slot: a range where they lie together, an index on the device where they do not."""
+
+    slot: int
+    tokens: slice | Tensor
+
+
+class Added(NamedTuple):
+    """What one adapter adds to a linear layer, [in, rank] and [rank, out], and to which tokens."""
+
+    pair: Pair
+    tokens: slice | Tensor
+
+
+class Routing:
+    """Which tokens of a flat batch belong to which slot. `slots` has one entry a token, 0 for the base model."""
+
+    def __init__(self, slots: Slots, device: torch.device) -> None:
+        self.slots = slots
+        self.device = device
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @functools.cached_property
+    def used(self) -> list[int]:
+        """The slots of adapters."""
+        found: list[int] = np.unique(self.slots[self.slots > 0]).tolist()
+        return found
+
+    @functools.cached_property
+    def on_device(self) -> Tensor:
+        """`slots` as kernels read them."""
+        return torch.from_numpy(self.slots).to(self.device, non_blocking=True)
+
+    @functools.cached_property
+    def spans(self) -> list[Span]:
+        found = []
+        for slot in self.used:
+            tokens = np.flatnonzero(self.slots == slot)
+            first, end = int(tokens[0]), int(tokens[-1]) + 1
+            together = end - first == len(tokens)
+            found.append(Span(slot, slice(first, end) if together else torch.from_numpy(tokens).to(self.device)))
+        return found
+
+    def part(self, tokens: slice | npt.NDArray[np.integer]) -> Routing | None:
+        """The routing of some of the tokens, for a module that is given those alone, in this order."""
+        slots = self.slots[tokens]
+        return Routing(slots, self.device) if slots.any() else None
+
+
+class ReadRouting:
+    """A routing that is read from the device's memory whenever the forward runs: what a CUDA graph is captured with.
+    `on_device`: the slot of each token, int32; whoever replays the graph writes it before."""
+
+    def __init__(self, on_device: Tensor) -> None:
+        if on_device.dtype is not torch.int32 or on_device.ndim != 1 or not on_device.is_contiguous():
+            raise ValueError(f"slots on the device must be int32 in one piece, got {on_device.dtype} {on_device.shape}")
+        self.on_device = on_device
+
+    def __len__(self) -> int:
+        return len(self.on_device)
+
+    @property
+    def spans(self) -> list[Span]:
+        raise RuntimeError("which tokens have which slot is not known to the host here: only kernels can add adapters")
+
+    def part(self, tokens: slice | Tensor) -> ReadRouting:
+        """As `Routing.part`; the index is on the device too."""
+        some = self.on_device[tokens] if isinstance(tokens, slice) else self.on_device.index_select(0, tokens)
+        return ReadRouting(some)
+
+
+class Forward:
+    """The forward that runs now: its routing, and while somebody looks, the names of the layers it has called."""
+
+    def __init__(self) -> None:
+        self.routing: Routing | ReadRouting | None = None
+        self.called: set[str] | None = None
+        self.read: set[str] = set()  # layers whose weights somebody else computes with: see `added_to`
+
+
+class Stack:
+    """A and B of all slots, for linear layers that are computed as one; slot 0 is the base model.
+
+    a [slots + 1, parts, max_rank, in], b [slots + 1, out of all parts, max_rank], ranks [slots + 1, parts]
+    """
+
+    def __init__(self, forward: Forward, layers: dict[str, nn.Linear], slots: int, max_rank: int) -> None:
+        weight = next(iter(layers.values())).weight
+        sizes = [each.out_features for each in layers.values()]
+        self.forward = forward
+        self.names = list(layers)
+        self.a = weight.new_zeros(slots + 1, len(layers), max_rank, weight.shape[1])
+        self.b = weight.new_zeros(slots + 1, sum(sizes), max_rank)
+        self.ranks = torch.zeros(slots + 1, len(layers), dtype=torch.int32, device=weight.device)
+        ends = np.cumsum(sizes).tolist()
+        self.parts = [
+            Wrapped(self, name, part, linear, slice(end - size, end))
+            for part, ((name, linear), size, end) in enumerate(zip(layers.items(), sizes, ends, strict=True))
+        ]
+        self._kernels = grouped(weight)
+        self._blocks = None if self._kernels is None else self._kernels.out_blocks(sizes, weight.device)
+
+    @property
+    def grouped(self) -> bool:
+        """Whether kernels add all slots at once."""
+        return self._kernels is not None
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """What belongs to this input, to this output, in place."""
+        if self.forward.called is not None:
+            self.forward.called.update(self.names)
+        routing = self.forward.routing
+        if routing is None:
+            return
+        rows, width = x.numel() // x.shape[-1], y.shape[-1]
+        if self._kernels is None:
+            for part in self.parts:
+                part.add(routing, x.reshape(rows, -1), y.view(rows, width)[:, part.columns])
+            return
+        check_tokens(self.names[0], rows, routing)
+        flat = x.reshape(rows, -1)
+        self._kernels.add(flat, y.view(rows, width), self.a, self.b, self.ranks, routing.on_device, self._blocks)
+
+
+class Wrapped:
+    """One nn.Linear with the adapters of all slots: its part of a stack. The module keeps its class, its name and its
+    weights. Where it is computed alone, this stands in for its `forward`."""
+
+    def __init__(self, stack: Stack, name: str, part: int, linear: nn.Linear, columns: slice) -> None:
+        self.stack = stack
+        self.name = name
+        self.columns = columns  # of the stack's output
+        self.shape = (linear.out_features, linear.in_features)
+        self.a, self.b = stack.a[:, part], stack.b[:, columns]
+        self.ranks = stack.ranks[:, part]
+        self.in_use: list[Pair | None] = [None] * len(self.a)  # [in, rank] and [rank, out] of each slot, as they are
+        self.base: Any = linear.forward
+        if isinstance(linear.forward, Part):
+            linear.forward.fused.adds = stack.add
+        else:
+            linear.forward = self  # type: ignore[method-assign]
+
+    def __call__(self, input: Tensor) -> Tensor:
+        y: Tensor = self.base(input)
+        self.stack.add(input, y)
+        return y
+
+    def present(self, routing: Routing | ReadRouting, tokens: int) -> list[Added]:
+        """What is added to the outputs of a batch of so many tokens."""
+        added = [Added(pair, span.tokens) for span in routing.spans if (pair := self.in_use[span.slot]) is not None]
+        if added:
+            check_tokens(self.name, tokens, routing)
+        return added
+
+    def add(self, routing: Routing | ReadRouting, x: Tensor, y: Tensor) -> None:
+        for pair, tokens in self.present(routing, len(x)):
+            if isinstance(tokens, slice):
+                y[tokens].addmm_(x[tokens] @ pair.a, pair.b)
+            else:
+                y.index_add_(0, tokens, x.index_select(0, tokens) @ pair.a @ pair.b)
+
+    def upload(self, slot: int, pair: Pair | None) -> None:
+        """On the current stream, behind every step that was issued before. Padding is zero for whoever reads all."""
+        self.in_use[slot] = None
+        rank = 0 if pair is None else len(pair.a)
+        self.ranks[slot].fill_(rank)
+        if pair is None:
+            self.b[slot].zero_()  # whatever A has, nothing is added
+            return
+        a, b = self.a[slot, :rank], self.b[slot, :, :rank]
+        a.copy_(pair.a, non_blocking=True)
+        b.copy_(pair.b, non_blocking=True)
+        self.a[slot, rank:].zero_()
+        self.b[slot, :, rank:].zero_()
+        self.in_use[slot] = Pair(a.t(), b.t())
+
+
+def stacks(forward: Forward, layers: dict[str, nn.Linear], slots: int, max_rank: int) -> list[Stack]:
+    """Stacks for all of these layers: those that are computed as one share one."""
+    found, left = [], dict(layers)
+    names = {id(linear): name for name, linear in layers.items()}
+    while left:
+        name, linear = next(iter(left.items()))
+        together = _together(linear)
+        some = {names[id(each)]: left.pop(names[id(each)]) for each in together}
+        assert name in some
+        found.append(Stack(forward, some, slots, max_rank))
+    return found
+
+
+def added_to(linear: nn.Module, tokens: int) -> list[Added]:
+    """What the forward that runs now adds to a linear layer, for whoever computes with its weight and does not call
+    it."""
+    wrapped = linear.forward
+    if not isinstance(wrapped, Wrapped):
+        return []
+    forward = wrapped.stack.forward
+    forward.read.add(wrapped.name)
+    if forward.called is not None:
+        forward.called.add(wrapped.name)
+    return [] if forward.routing is None else wrapped.present(forward.routing, tokens)
+
+
+def check_tokens(name: str, tokens: int, routing: Routing | ReadRouting) -> None:
+    if tokens != len(routing):
+        raise RuntimeError(
+            f"{name} was given {tokens} tokens and the adapters are routed for {len(routing)}: "
+            "whoever calls it with others must apply the routing's `part` of them"
+        )
+
+
+def grouped(weight: Tensor) -> Any:
+    """The kernels for all slots at once, where there are any for this device and dtype; else None."""
+    if not weight.is_cuda or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return None
+    try:
+        from . import triton_lora
+    except ImportError:
+        return None
+    return triton_lora
+
+
+def _together(linear: nn.Linear) -> Sequence[nn.Linear]:
+    """The layers that a layer is computed with, itself included, in the order of the output."""
+    fused: Fused | None = linear.forward.fused if isinstance(linear.forward, Part) else None
+    return [linear] if fused is None else fused.linears

@@ -1,0 +1,135 @@
+"""What adapters add to a linear layer, for tokens of any adapters in one batch, in two kernels:
+
+    shrink   h[token] = A[slot of token] x[token]          split over x, so that a few tokens keep the device busy
+    expand   y[token] += B[slot of token] (sum of h)       in the order of the splits: no sum depends on who is first
+
+A program has a slot and a block of tokens, and ends at once if none of them are of that slot: the base model's rows
+cost nothing, and the weights of an adapter are read once for all tokens of a block. Which slot a token has is read from
+the device's memory, and all shapes are those of the batch: both kernels can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TOKENS = 64  # of a program
+_IN, _IN_EXACT = 128, 32  # columns of x that a program reads at once
+_OUT = 128  # columns of y that a program writes
+_LEAST_SPLIT, _MOST_SPLITS = 1024, 8
+
+
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots_ptr"])
+def _shrink_kernel(
+    x_ptr, a_ptr, h_ptr, slots_ptr, ranks_ptr, tokens, width, x_token, a_slot, a_part,
+    PARTS: tl.constexpr, SPLIT: tl.constexpr, RANK: tl.constexpr, STORED: tl.constexpr, EXACT: tl.constexpr,
+    TOKENS: tl.constexpr, IN: tl.constexpr,
+):  # fmt: skip
+    slot = tl.program_id(1) + 1
+    part = tl.program_id(2) % PARTS
+    split = tl.program_id(2) // PARTS
+    rank = tl.load(ranks_ptr + slot * PARTS + part)
+    if rank == 0:
+        return
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    mine = tl.load(slots_ptr + token, mask=token < tokens, other=0) == slot
+    if tl.max(mine.to(tl.int32), 0) == 0:
+        return
+    r = tl.arange(0, RANK)
+    x_at = x_ptr + token.to(tl.int64)[:, None] * x_token
+    a_at = a_ptr + slot.to(tl.int64) * a_slot + part * a_part + r[:, None] * width
+    total = tl.zeros((TOKENS, RANK), tl.float32)
+    for begin in range(split * SPLIT, tl.minimum(split * SPLIT + SPLIT, width), IN):
+        column = begin + tl.arange(0, IN)
+        there = column < tl.minimum(split * SPLIT + SPLIT, width)
+        x = tl.load(x_at + column[None, :], mask=mine[:, None] & there[None, :], other=0.0)
+        a = tl.load(a_at + column[None, :], mask=(r < rank)[:, None] & there[None, :], other=0.0)
+        if EXACT:
+            total = tl.dot(x, tl.trans(a), total, input_precision="ieee")
+        else:
+            total = tl.dot(x, tl.trans(a), total)
+    h_at = h_ptr + (((split * PARTS + part) * tokens).to(tl.int64) + token)[:, None] * STORED + r[None, :]
+    tl.store(h_at, total, mask=mine[:, None] & (r < STORED)[None, :])
+
+
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots_ptr"])
+def _expand_kernel(
+    h_ptr, b_ptr, y_ptr, slots_ptr, ranks_ptr, blocks_ptr, tokens, y_token, b_slot,
+    PARTS: tl.constexpr, SPLITS: tl.constexpr, RANK: tl.constexpr, STORED: tl.constexpr, EXACT: tl.constexpr,
+    TOKENS: tl.constexpr, OUT: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(2)
+    slot = tl.program_id(1) + 1
+    part = tl.load(blocks_ptr + 3 * block)
+    rank = tl.load(ranks_ptr + slot * PARTS + part)
+    if rank == 0:
+        return
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    mine = tl.load(slots_ptr + token, mask=token < tokens, other=0) == slot
+    if tl.max(mine.to(tl.int32), 0) == 0:
+        return
+    r = tl.arange(0, RANK)
+    begin, end = tl.load(blocks_ptr + 3 * block + 1), tl.load(blocks_ptr + 3 * block + 2)
+    column = begin + tl.arange(0, OUT)
+    there = column < end
+    b_at = b_ptr + slot.to(tl.int64) * b_slot + column[:, None] * STORED + r[None, :]
+    b = tl.load(b_at, mask=there[:, None] & (r < rank)[None, :], other=0.0)
+    h = tl.zeros((TOKENS, RANK), tl.float32)
+    for split in tl.static_range(SPLITS):
+        h_at = h_ptr + (((split * PARTS + part) * tokens).to(tl.int64) + token)[:, None] * STORED + r[None, :]
+        h += tl.load(h_at, mask=mine[:, None] & (r < rank)[None, :], other=0.0)
+    if EXACT:
+        added = tl.dot(h, tl.trans(b), input_precision="ieee")
+    else:
+        added = tl.dot(h.to(b.dtype), tl.trans(b))
+    y_at = y_ptr + token.to(tl.int64)[:, None] * y_token + column[None, :]
+    here = mine[:, None] & there[None, :]
+    y = tl.load(y_at, mask=here, other=0.0)
+    tl.store(y_at, (y.to(tl.float32) + added).to(y.dtype), mask=here)
+
+
+def out_blocks(sizes: list[int], device: torch.device) -> Tensor:
+    """The pieces in which outputs are written, none of them across two parts: (part, first column, end), int32."""
+    found, first = [], 0
+    for part, size in enumerate(sizes):
+        found += [(part, first + at, first + min(size, at + _OUT)) for at in range(0, size, _OUT)]
+        first += size
+    return torch.tensor(found, dtype=torch.int32, device=device)
+
+
+def add(x: Tensor, y: Tensor, a: Tensor, b: Tensor, ranks: Tensor, slots: Tensor, blocks: Tensor) -> None:
+    """Add to y [T, out] in place what the adapters of its tokens make of x [T, in].
+
+    a [slots + 1, parts, rank, in] and b [slots + 1, out, rank]; `ranks` [slots + 1, parts] says how many of a rank's
+    rows are meant, 0: nothing is added. `slots` [T] int32: 0 is the base model. `blocks`: from `out_blocks`.
+    """
+    tokens, width = x.shape
+    rows, parts, stored, _ = a.shape
+    rank = max(16, triton.next_power_of_2(stored))
+    splits = max(1, min(_MOST_SPLITS, width // _LEAST_SPLIT))
+    split = triton.cdiv(triton.cdiv(width, splits), _IN) * _IN  # whole steps
+    splits = triton.cdiv(width, split)
+    h = torch.empty((splits, parts, tokens, stored), dtype=torch.float32, device=x.device)
+    exact = x.dtype is torch.float32
+    shared = {"PARTS": parts, "RANK": rank, "STORED": stored, "EXACT": exact, "TOKENS": _TOKENS, "num_warps": 4}
+    over = triton.cdiv(tokens, _TOKENS), rows - 1
+    _shrink_kernel[(*over, parts * splits)](
+        x,
+        a,
+        h,
+        slots,
+        ranks,
+        tokens,
+        width,
+        x.stride(0),
+        a.stride(0),
+        a.stride(1),
+        SPLIT=split,
+        IN=_IN_EXACT if exact else _IN,
+        **shared,
+    )
+    _expand_kernel[(*over, len(blocks))](
+        h, b, y, slots, ranks, blocks, tokens, y.stride(0), b.stride(0), SPLITS=splits, OUT=_OUT, **shared
+    )
