@@ -5,6 +5,7 @@ page."""
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ if not CARD:
     pytest.importorskip("triton", reason="no GPU and no Triton, whose interpreter would stand in for one")
     if tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4):
         pytest.skip("Triton's interpreter needs numpy before 2.4", allow_module_level=True)
-from sapwood.engine import triton_attention as kernels
+from sapwood.engine import triton_attention as kernels  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # of the interpreter
 DEVICE = "cuda" if CARD else "cpu"
@@ -207,7 +208,7 @@ def test_a_work_list_covers_every_key_once():
             position = starts[row] + query - begins[row]
             ranges.sort()
             assert ranges[0][0] <= max(0, position - window + 1 if window else 0) and ranges[-1][1] > position
-            assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False))
+            assert all(a[1] == b[0] for a, b in pairwise(ranges))
         assert len(covered) == lengths.sum() and len(in_part) == parts
         for first, queries, begin, count in merges.tolist():
             assert count > 1 and {in_part[part] for part in range(begin, begin + count)} == {first} and queries

@@ -63,7 +63,7 @@ def test_p07_the_window_is_read_wherever_it_stands():
 def test_config_and_dry_forward_must_agree():
     """Mutation: `_agree` looks at one of the two alone."""
     text = SimpleNamespace(layer_types=["full_attention", "sliding_attention"], sliding_window=9)
-    seen = Seen(None, (2, 16), (2, 16), torch.float32)
+    seen = Seen(None, (2, 16), (2, 16), torch.float32, 4)
     assert len(remembered(text, {0: seen, 1: seen._replace(window=9)}, {}, 4)) == 2
     for wrong, says in (
         ({0: seen, 1: seen}, "window of None"),

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from .loop import EngineLoop
 from .model import ServedModel
 from .remembers import Unsupported, text_config
 from .requests import Requests
-from .samples import Likely
+from .samples import Likely, Sample
 from .sampling import Sampled, Sampler
 from .sizing import Sized, size, told
 from .steps import ModelExecutor
@@ -42,6 +43,7 @@ _CPU_SHARE = 0.4  # of the memory that is free
 _HOST_SHARE, _HOST_SHARE_CPU = 0.33, 0.1
 _HOST_MOST = 64 << 30
 _CPU_TOKENS, _GPU_TOKENS = 2048, 8192  # in a step
+_GPU_MIXED = 512  # in a step in which somebody streams
 _LONGEST = 8192  # of a context, where the model does not say
 
 
@@ -93,21 +95,34 @@ class Engine(Requests):
         else:
             share = _HOST_SHARE if self.device.type == "cuda" else _HOST_SHARE_CPU
             host = min(_HOST_MOST, int(share * (available_bytes() or 1 << 32)))
-        tokens = config.max_num_batched_tokens or (_GPU_TOKENS if self.device.type == "cuda" else _CPU_TOKENS)
-        return size(self.served.groups, room, config.page_size, config.max_num_seqs, longest, host, tokens)
+        return size(self.served.groups, room, config.page_size, config.max_num_seqs, longest, host, self._tokens)
+
+    @property
+    def _tokens(self) -> int:
+        """The most of a step."""
+        return self.config.max_num_batched_tokens or (_GPU_TOKENS if self.device.type == "cuda" else _CPU_TOKENS)
+
+    def _mixed_tokens(self) -> int:
+        """The most of a step in which somebody streams; 0: as many as of any other."""
+        asked, rows = self.config.max_mixed_tokens, self.sized.max_num_seqs
+        if asked is None:
+            asked = max(_GPU_MIXED, 2 * rows) if self.device.type == "cuda" else 0
+        return asked if asked < self._tokens else 0
 
     def _join(self, dtype: str) -> None:
         config, groups, cuda = self.config, self.sized.groups, self.device.type == "cuda"
+        by_kernels = has_kernels(self.device, dtype)
         layouts = {group.name: group.layout for group in self.served.groups}
         arena = TorchArena.allocate(groups, layouts, device=self.device)
         self.scheduler = Scheduler(
             SchedulerConfig(
                 config.page_size,
                 groups,
-                config.max_num_batched_tokens or (_GPU_TOKENS if cuda else _CPU_TOKENS),
+                self._tokens,
                 self.sized.max_num_seqs,
+                mixed_tokens=self._mixed_tokens(),
                 max_loras=config.max_loras if config.enable_lora else 0,
-                overlap=config.overlap,
+                overlap=int(by_kernels) if config.overlap is None else config.overlap,
                 events=self._tells,
                 store=config.store is not None,
                 policy=config.cache_policy,
@@ -116,12 +131,25 @@ class Engine(Requests):
             )
         )
         self.sampler = Sampler(self.sized.max_num_seqs, self.vocabulary, self.device, self.seeds)
-        self.executor = ModelExecutor(self.served, arena, self.sized.max_num_seqs, self)
+        self.executor = self._gpu_executor(arena) if by_kernels else self._executor(arena)
         self._mover = None
         if any(group.host_pages for group in groups):
             self._mover = open_mover(arena, PinnedArena(groups) if cuda else HostArena(groups))
         self.store = self._open_store(dtype) if config.store is not None else None
         self.loop = EngineLoop(self.scheduler, self.executor, Tiers(self.scheduler, self._mover, self.store))
+
+    def _executor(self, arena: TorchArena) -> ModelExecutor:
+        return ModelExecutor(self.served, arena, self.sized.max_num_seqs, self)
+
+    def _gpu_executor(self, arena: TorchArena) -> ModelExecutor:
+        from .gpu_steps import GpuExecutor
+
+        columns = -(-self.max_model_len // self.config.page_size)
+        slots = self.sized.max_num_seqs
+        executor = GpuExecutor(self.served, arena, slots, self, columns=columns, most_tokens=self._tokens)
+        if not self.config.enforce_eager and self.device.type == "cuda":
+            executor.capture()
+        return executor
 
     def _open_store(self, dtype: str) -> Store:
         layouts = tuple(
@@ -139,7 +167,7 @@ class Engine(Requests):
             self._mover.device.close()
             if self.loop.tiers.close(0.0):  # else somebody may still write there
                 self._mover.host.close()
-        self.executor.arena.close()
+        self.executor.close()
         self.served.close()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -171,14 +199,24 @@ class Engine(Requests):
                     slot, sample.params, sample.prompt, sample.token_ids, sample.eos, sample.index, sample.bad_words
                 )
 
+    def plain(self, plan: Plan, rows: Sequence[int]) -> bool:
+        samples, index = self._asked(plan, rows)
+        if any(sample is not None and sample.grammar is not None for sample in samples):
+            return False
+        return self.sampler.plain(plan.batch.slots[rows], index)
+
     def draw(self, logits: torch.Tensor, plan: Plan, rows: Sequence[int]) -> Sampled:
-        batch = plan.batch
-        slots = batch.slots[rows]
-        samples = [self.samples.get(batch.ids[row]) for row in rows]  # None: it has ended, its token is nobody's
-        prompts = [0 if sample is None else len(sample.prompt) for sample in samples]
-        index = (batch.starts + batch.lengths)[rows] - np.array(prompts, np.int64)
+        slots = plan.batch.slots[rows]
+        samples, index = self._asked(plan, rows)
         masks = self.masks(samples, index, partial(self.executor.newest, slots))
         return self.sampler.sample(logits, slots, index, masks)
+
+    def _asked(self, plan: Plan, rows: Sequence[int]) -> tuple[list[Sample | None], npt.NDArray[np.int64]]:
+        """Whose these rows are, and the index of the token each gets. None: it has ended, its token is nobody's."""
+        batch = plan.batch
+        samples = [self.samples.get(batch.ids[row]) for row in rows]
+        prompts = [0 if sample is None else len(sample.prompt) for sample in samples]
+        return samples, (batch.starts + batch.lengths)[rows] - np.array(prompts, np.int64)
 
     def scored(self, plan: Plan) -> dict[int, npt.NDArray[np.int32]]:
         batch, found = plan.batch, {}
@@ -221,6 +259,19 @@ def _device(asked: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device must be one that is here: torch sees no GPU, got {asked!r}")
     return device
+
+
+def has_kernels(device: torch.device, dtype: str) -> bool:
+    """Whether kernels of our own attend on this device. If a GPU has none, that is said."""
+    if device.type != "cuda":
+        return False
+    if dtype not in ("bfloat16", "float16", "float32"):
+        log.warning("there are no kernels for %s: attention is that of torch, and steps run without graphs", dtype)
+        return False
+    if find_spec("triton") is None:
+        log.warning("Triton is not installed: attention is that of torch, and steps run without graphs")
+        return False
+    return True
 
 
 def _tokenizer(config: EngineConfig, files: Any) -> Any:

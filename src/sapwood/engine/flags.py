@@ -36,6 +36,8 @@ class EngineConfig:
     max_model_len           the longest context; None: the model's own
     max_num_seqs            requests that run at a time
     max_num_batched_tokens  tokens computed in one step; None: 2048 on a CPU, 8192 on a GPU
+    max_mixed_tokens        tokens computed in one step in which somebody streams, so that new prompts do not hold up
+                            those who do; 0: as many as in any other; None: 0 on a CPU, 512 on a GPU
     page_size               tokens of a page (alias: block_size)
     device_cache            bytes with a unit for K, V and states; "auto": what gpu_memory_utilization leaves, or 40 %
                             of what a CPU's memory has free
@@ -51,7 +53,7 @@ class EngineConfig:
     enforce_eager           no graphs of steps
     skip_tokenizer_init     no tokenizer: prompts are token ids
     progress                show bars where something takes long
-    overlap                 1: the next step is planned while one runs
+    overlap                 1: the next step is planned while one runs; None: 0 on a CPU, 1 on a GPU
     """
 
     model: str | None = None
@@ -64,6 +66,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
+    max_mixed_tokens: int | None = None
     page_size: int = 16
     device_cache: str = "auto"
     host_cache: str = "0"
@@ -76,7 +79,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
     skip_tokenizer_init: bool = False
-    overlap: int = 0
+    overlap: int | None = None
     progress: bool = True
 
     def __post_init__(self) -> None:
@@ -86,7 +89,10 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 whole_number(name, getattr(self, name), 1, _MOST)
         whole_number("seed", self.seed, -(2**63), 2**63 - 1)
-        whole_number("overlap", self.overlap, 0, 1)
+        if self.max_mixed_tokens is not None:
+            whole_number("max_mixed_tokens", self.max_mixed_tokens, 0, _MOST)
+        if self.overlap is not None:
+            whole_number("overlap", self.overlap, 0, 1)
         if not isinstance(self.gpu_memory_utilization, int | float) or not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
                 f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization!r}"

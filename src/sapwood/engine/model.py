@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -27,7 +27,17 @@ from .remembers import Probe, Remembered, refuse, remembered, states_of, text_co
 
 NAME = "sapwood"
 _DRY_TOKENS = 4
+Attend = Callable[..., Tensor]  # (module, q [1, H, T, D], k, v, window=, asked=) -> [1, T, H, Dv]
 _run = threading.local()  # what stands in for attention in this thread's forward
+
+
+class Kept(NamedTuple):
+    """Where a layer keeps K and V: the name of its group, and its part of every page; and how many heads ask it."""
+
+    group: str
+    k_pages: Tensor  # [pages + 1, page, heads, dim]
+    v_pages: Tensor
+    queries: int
 
 
 class Flat(NamedTuple):
@@ -90,11 +100,11 @@ class ServedModel:
         self.mixers = recurrent.Mixers(model)
         self.latents = page_latents(model)
         self.groups = self._look()
-        self._kv: dict[int, tuple[str, Tensor, Tensor]] = {}
-        self._windows: dict[int, int | None] = {}
+        self.kept: dict[int, Kept] = {}  # by layer, once there is memory
 
     def _look(self) -> list[Remembered]:
         probe, cache = self.dry()
+        self._queries = {layer: seen.queries for layer, seen in probe.layers.items()}
         return remembered(text_config(self.model.config), probe.layers, states_of(cache), self.page_size)
 
     @torch.inference_mode()
@@ -120,14 +130,13 @@ class ServedModel:
                 elif part.name in ("k", "latent"):
                     latent = self.latents.get(part.layer)
                     values = view[..., : latent.rank] if latent else arena.view(group.name, part.layer, "v")
-                    self._kv[part.layer] = (group.name, view, values)
-                    self._windows[part.layer] = group.window
+                    self.kept[part.layer] = Kept(group.name, view, values, self._queries[part.layer])
         if states:
             self.mixers.bind(states)
 
     def close(self) -> None:
         """Let go of all memory, the weights' too."""
-        self._kv.clear()
+        self.kept.clear()
         self.mixers.bind({})
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             tensor.data = tensor.data.new_empty(0)
@@ -137,7 +146,7 @@ class ServedModel:
 
         def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, window: int | None, asked: att.Asked) -> Tensor:
             layer = int(module.layer_idx)
-            name, k_pages, v_pages = self._kv[layer]
+            name, k_pages, v_pages, _ = self.kept[layer]
             rows = flat.attention[name]
             place = rows.pages, rows.offsets
             k_pages.index_put_(place, k[0].transpose(0, 1))
@@ -145,14 +154,20 @@ class ServedModel:
                 v_pages.index_put_(place, v[0].transpose(0, 1))
             return self.attention.attend(q[0].transpose(0, 1), k_pages, v_pages, rows, asked)[None]
 
-        arguments: dict[str, Any] = {"input_ids": flat.ids[None], "use_cache": False}
+        return self.forward(flat.ids, flat.positions, flat.wanted, attend, flat.states)
+
+    def forward(
+        self, ids: Tensor, positions: Tensor, wanted: Tensor, attend: Attend, states: recurrent.Rows | None
+    ) -> Tensor:
+        """The logits of the tokens that are wanted. `attend` writes what each layer has of K and V, and attends."""
+        arguments: dict[str, Any] = {"input_ids": ids[None], "use_cache": False}
         if "position_ids" in self._asks:
-            arguments["position_ids"] = flat.positions[None]
+            arguments["position_ids"] = positions[None]
         if "logits_to_keep" in self._asks:
-            arguments["logits_to_keep"] = flat.wanted
-        with torch.inference_mode(), _attending(attend), self.mixers.running(flat.states):
+            arguments["logits_to_keep"] = wanted
+        with torch.inference_mode(), _attending(attend), self.mixers.running(states):
             logits: Tensor = self.model(**arguments).logits[0]
-        return logits if "logits_to_keep" in self._asks else logits[flat.wanted]
+        return logits if "logits_to_keep" in self._asks else logits[wanted]
 
 
 def _arguments(model: Any) -> set[str]:

@@ -41,6 +41,7 @@ class Seen(NamedTuple):
     k: tuple[int, ...]  # heads, dimension
     v: tuple[int, ...] | None  # None: in K (latents.py)
     dtype: torch.dtype
+    queries: int  # heads that ask
 
 
 def text_config(config: Any) -> Any:
@@ -116,7 +117,7 @@ class Probe:
     def attend(self, module: Any, q: Any, k: Any, v: Any, window: int | None, **_: Any) -> Any:
         layer = int(module.layer_idx)
         values = None if layer in self._latents else (v.shape[1], v.shape[3])
-        self.layers[layer] = Seen(window, (k.shape[1], k.shape[3]), values, k.dtype)
+        self.layers[layer] = Seen(window, (k.shape[1], k.shape[3]), values, k.dtype, q.shape[1])
         return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
 
 

@@ -51,6 +51,9 @@ class Hooks(Protocol):
     def seat(self, plan: Plan) -> None:
         """Slots have new owners (`plan.seated`)."""
 
+    def plain(self, plan: Plan, rows: Sequence[int]) -> bool:
+        """Whether each of these rows of the plan's batch gets its likeliest token, and nothing else is asked of it."""
+
     def draw(self, logits: Tensor, plan: Plan, rows: Sequence[int]) -> Sampled:
         """A token for each of these rows of the plan's batch."""
 
@@ -69,6 +72,9 @@ class Greedy:
     """The likeliest token, always, and no adapters."""
 
     def seat(self, plan: Plan) -> None: ...
+
+    def plain(self, plan: Plan, rows: Sequence[int]) -> bool:
+        return True
 
     def draw(self, logits: Tensor, plan: Plan, rows: Sequence[int]) -> Sampled:
         return Sampled(logits.argmax(-1), ~torch.isfinite(logits).all(-1), np.zeros(0, np.int64), None)
@@ -179,6 +185,10 @@ class ModelExecutor:
         if drawn.logprobs is not None or scores:
             self.told[plan.step] = _told(plan, rows, drawn, scores)
         return [StepDone(plan.step, drawn.tokens.cpu().numpy().astype(np.int32))]
+
+    def close(self) -> None:
+        """Let go of all memory."""
+        self.arena.close()
 
     def newest(self, slots: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         """The tokens sampled last for these slots. Waits for the step that samples them."""

@@ -340,7 +340,7 @@ def _merge(
         if SINKS:
             best = tl.load(sinks + head * group + mine, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
             total += 1.0
-        for part in range(0, count):
+        for part in range(count):
             line = ((first + part) * tl.num_programs(1) + tl.program_id(1)) * ROWS
             line += query * FOLDED + tl.arange(0, FOLDED)
             theirs = tl.load(part_marks + 2 * line)

@@ -79,7 +79,7 @@ def work_list(
         return WorkList(items[np.argsort(-keys, kind="stable")], _NO_MERGES, 0)
 
     wanted = np.maximum(1, (2 * keys + each) // (2 * each))  # to nearest
-    step = -(-(-(-keys // wanted)) // _BLOCK) * _BLOCK
+    step = -(-keys // (wanted * _BLOCK)) * _BLOCK
     count = np.where(wanted > 1, -(-keys // step), 1)
     cut = count > 1
     number = np.cumsum(np.where(cut, count, 0)) - np.where(cut, count, 0)  # of the first part of each

@@ -44,6 +44,7 @@ class Planner:
         self.cache = book.cache
         self.page = config.page_size
         self.headroom = config.headroom
+        self.mixed_tokens = config.mixed_tokens or config.max_batch_tokens
         self.snapshots = self.cache.keeps_snapshots
         self.pressure = Pressure(book)
         self.policy = POLICIES[config.policy]()
@@ -96,7 +97,7 @@ class Planner:
 
     def _begin(self, rows: int) -> None:
         self.number = self.book.step + 1
-        self.budget = self.config.max_batch_tokens - rows
+        self.budget = (self.mixed_tokens if rows else self.config.max_batch_tokens) - rows
         self.copies: list[PageCopy] = []
         if self.config.max_loras:
             self.gate = Gate(self.config.max_loras, self.book.decoding.adapters)  # who prefills will decode with them

@@ -1,0 +1,72 @@
+"""CUDA graphs of steps, one for each padded size, in one pool of memory. A graph replays what was issued while it was
+captured, at the same addresses: whatever changes from step to step is read from memory, and checked before."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+BUCKETS = (64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)  # tokens; padding is almost free up to 128
+
+
+class Graphs:
+    """Graphs by size. Without any, `run` computes as asked: the same, kernel by kernel."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._graphs: dict[int, tuple[Any, Tensor]] = {}
+        self.enabled = True  # False: what is captured is not used, for comparison
+
+    @torch.inference_mode()
+    def capture(self, steps: Mapping[int, Callable[[], Tensor]]) -> None:
+        """Capture each, the largest first: the others fit into its memory. Where one cannot be captured, none is."""
+        begin, free = time.perf_counter(), torch.cuda.mem_get_info(self.device)[0]
+        stream = torch.cuda.Stream(self.device)
+        pool = torch.cuda.graph_pool_handle()
+        try:
+            for size in sorted(steps, reverse=True):
+                with torch.cuda.stream(stream):
+                    steps[size]()  # what is compiled, loaded or tuned when it first runs
+                    stream.synchronize()
+                    self._graphs[size] = self._captured(steps[size], pool)
+        except Exception as error:
+            self._graphs.clear()
+            why = (str(error).strip() or type(error).__name__).splitlines()[0]
+            log.warning("steps run without graphs: this model cannot be captured (%s)", why)
+            torch.cuda.synchronize(self.device)
+            return
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        taken = max(0, free - torch.cuda.mem_get_info(self.device)[0]) >> 20
+        seconds = time.perf_counter() - begin
+        log.info("graphs of steps: %d sizes up to %d tokens, %.1f s, %d MiB", len(steps), max(steps), seconds, taken)
+
+    @staticmethod
+    def _captured(step: Callable[[], Tensor], pool: Any) -> tuple[Any, Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            return graph, step()
+        finally:
+            graph.capture_end()
+
+    @property
+    def sizes(self) -> list[int]:
+        return sorted(self._graphs)
+
+    def run(self, size: int, step: Callable[[], Tensor]) -> Tensor:
+        """The logits of a step of this size. They are valid until the next one."""
+        if size not in self._graphs or not self.enabled:
+            return step()
+        graph, logits = self._graphs[size]
+        graph.replay()
+        return logits
+
+    def close(self) -> None:
+        """Let go of all memory."""
+        self._graphs.clear()
