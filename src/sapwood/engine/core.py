@@ -26,6 +26,7 @@ from .arena import HostArena, available_bytes
 from .flags import EngineConfig
 from .loop import EngineLoop
 from .model import ServedModel
+from .patches import patch_for
 from .remembers import Unsupported, text_config
 from .requests import Requests
 from .samples import Likely, Sample
@@ -59,6 +60,7 @@ class Engine(Requests):
         model = load_model(
             self.files, dtype=config.dtype, device=str(self.device), seed=config.seed, progress=config.progress
         )
+        patch_for(model, self.device)
         self.served = ServedModel(model, config.page_size)
         self.adapters = Adapters(model, config.max_loras, config.max_lora_rank) if config.enable_lora else None
         if self.adapters is not None:
