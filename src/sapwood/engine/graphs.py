@@ -21,6 +21,7 @@ class Graphs:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._graphs: dict[int, tuple[Any, Tensor]] = {}
+        self.seconds, self.mebibytes = 0.0, 0  # what capturing took
         self.enabled = True  # False: what is captured is not used, for comparison
 
     @torch.inference_mode()
@@ -42,9 +43,10 @@ class Graphs:
             torch.cuda.synchronize(self.device)
             return
         torch.cuda.current_stream(self.device).wait_stream(stream)
-        taken = max(0, free - torch.cuda.mem_get_info(self.device)[0]) >> 20
-        seconds = time.perf_counter() - begin
-        log.info("graphs of steps: %d sizes up to %d tokens, %.1f s, %d MiB", len(steps), max(steps), seconds, taken)
+        self.mebibytes = max(0, free - torch.cuda.mem_get_info(self.device)[0]) >> 20
+        self.seconds = time.perf_counter() - begin
+        told = (len(steps), max(steps), self.seconds, self.mebibytes)
+        log.info("graphs of steps: %d sizes up to %d tokens, %.1f s, %d MiB", *told)
 
     @staticmethod
     def _captured(step: Callable[[], Tensor], pool: Any) -> tuple[Any, Tensor]:

@@ -144,7 +144,7 @@ def attend(
         *(scale, cap, window or 0, shape.group, shape.heads, table.stride(0)),
         *(*q.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3], *out.stride()[:2]),
         DIM=shape.dim,
-        D2=triton.next_power_of_2(shape.dim),
+        D2=max(16, triton.next_power_of_2(shape.dim)),
         PAGE=k_pages.shape[1],
         KEYS=tuned.keys,
         BLOCKS=built.blocks,
