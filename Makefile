@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: keep 
 # What shares a server stays with one worker. More workers than processors, where much of what is tested waits.
 PYTEST := $(BIN)/python -m pytest --dist loadgroup -n
 
-.PHONY: env serve quick test test-all test-compiled compiled lint bench clean servers
+.PHONY: env serve quick test test-all test-compiled compiled lint bench clean servers gpu-check gpu-soak gpu-bench
 
 env: $(STAMP) servers  ## engine, server, stores, tests and benchmarks, in .venv
 
@@ -73,6 +73,17 @@ bench: $(STAMP)  ## figures, beside the yardsticks, in one run; then what compil
 	@if $(CAN_COMPILE); then $(MAKE) compiled && \
 	  PYTHONPATH=$(COMPILED) $(BIN)/python -m benchmarks cache scheduler; \
 	else echo "no C compiler or no Python.h here: the compiled build is not measured"; fi
+
+# On a machine with a GPU, whose Python has torch, Triton, transformers and pytest; nothing is installed for these.
+GPU := PYTHONPATH=src PYTHONUNBUFFERED=1 $(PYTHON) -m
+gpu-check:  ## whether an engine on a GPU computes what it should
+	$(GPU) tests.gpu.check
+
+gpu-soak:  ## four minutes of random traffic, with aborts, retractions, loads and failing steps
+	$(GPU) tests.gpu.soak
+
+gpu-bench:  ## figures of an engine of Qwen3-8B's shape, beside the bars
+	$(GPU) tests.gpu.bench
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build src/*.egg-info

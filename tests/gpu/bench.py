@@ -8,6 +8,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -111,6 +112,13 @@ def decode(llm: LLM) -> Iterator[Line]:
     yield Line("graphs captured", "3 s, 500 MB", f"{graphs.seconds:.1f} s, {graphs.mebibytes} MiB")
 
 
+def come(llm: LLM, prompts: list[Any]) -> None:
+    """A new prompt in every step."""
+    for prompt in prompts:
+        llm._submit([prompt], greedy(1), None)
+        llm.engine.step()
+
+
 def mixed(llm: LLM) -> Iterator[Line]:
     """63 rows decode, and in each step a prompt comes whose prefix is cached."""
     prompts, engine = Prompts(3), llm.engine
@@ -122,13 +130,8 @@ def mixed(llm: LLM) -> Iterator[Line]:
         alone = timed(lambda: [engine.step() for _ in range(16)]) / 16
         tails = [{"prompt_token_ids": shared + prompts.tokens(tail)} for _ in range(20)]
 
-        def come(some: list[Any]) -> None:
-            for each in some:
-                llm._submit([each], greedy(1), None)
-                engine.step()
-
-        come(tails[:4])
-        step = timed(lambda: come(tails[4:])) / 16
+        come(llm, tails[:4])
+        step = timed(partial(come, llm, tails[4:])) / 16
         over(llm, jobs)
         told.append((prefix, tail, step, step / alone))
     bars = ("1.4", "1.4", "12.8 ms", "20 ms", "15 ms")
@@ -160,7 +163,7 @@ def sampled(llm: LLM) -> Iterator[Line]:
 
 
 def chats(llm: LLM) -> float:
-    """64 chats of 5 turns, 200 tokens and 64 of answer each, over a system prompt of 2,048. Tokens of answers a second."""
+    """Tokens of answers a second: 64 chats of 5 turns, 200 tokens and 64 of answer each, over one system prompt."""
     prompts = Prompts(6)
     system = prompts.tokens(2048)
     histories = [list(system) for _ in range(64)]
@@ -189,7 +192,7 @@ def restored() -> Iterator[Line]:
                     llm.generate(prompts.some(3, 32768), greedy(1), use_tqdm=False)  # the device forgets
                     while llm.engine.loop.tiers.busy:
                         llm.engine.step()
-                found.append(timed(lambda prompt=prompt: llm.generate([prompt], greedy(1), use_tqdm=False)))  # type: ignore[misc]
+                found.append(timed(partial(llm.generate, [prompt], greedy(1), False)))
         host, cold = (1e3 * sorted(times[what])[1] for what in ("from host", "computed"))
     yield Line("restore of 32K tokens from host, to first token", "120 ms", f"{host:.0f} ms (computed: {cold:.0f} ms)")
 

@@ -29,6 +29,7 @@ class Graphs:
         """Capture each, the largest first: the others fit into its memory. Where one cannot be captured, none is."""
         begin, free = time.perf_counter(), torch.cuda.mem_get_info(self.device)[0]
         stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))  # memory may still be on its way to be cleared
         pool = torch.cuda.graph_pool_handle()
         try:
             for size in sorted(steps, reverse=True):

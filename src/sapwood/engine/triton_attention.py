@@ -22,7 +22,6 @@ from .attention import Asked
 from .work_list import ITEM, MERGE, Tiles
 
 _LOG2E = 1.4426950408889634
-_LOWEST = -1e30  # below every score; not minus infinity, from which itself cannot be subtracted
 
 
 class Shape(NamedTuple):
@@ -43,7 +42,7 @@ class Tuned(NamedTuple):
     stages: int
 
 
-SMALL = Tuned(16, 64, 4, 3)  # decode rows
+SMALL = Tuned(16, 64, 4, 2)  # decode rows
 MIDDLE = Tuned(64, 64, 4, 3)  # decode rows beside a chunk
 LARGE = Tuned(128, 64, 8, 3)  # chunks
 
@@ -158,7 +157,7 @@ def attend(
         num_stages=tuned.stages,
     )
     if len(merges):
-        _merge[(len(merges), programs, built.tiles.queries)](
+        _merge[(len(merges), programs)](
             *(out, scratch.sums, scratch.marks, merges, sinks, shape.group, *out.stride()[:2]),
             BLOCKS=built.blocks,
             MERGE=MERGE,
@@ -267,7 +266,7 @@ def _attend(
         at = q + tokens * q_token + (head * group + mine) * q_head
         rows = tl.load(at[:, None] + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0.0)
 
-        best = tl.full([ROWS], -1e30, tl.float32)
+        best = tl.full([ROWS], -1e30, tl.float32)  # below every score; minus infinity less itself would be no number
         total = tl.zeros([ROWS], tl.float32)
         sums = tl.zeros([ROWS, V2], tl.float32)
         if SINKS:
@@ -325,31 +324,31 @@ def _merge(
     SINKS: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
     merge = merges + tl.program_id(0) * MERGE
-    query = tl.program_id(2)
-    if query < tl.load(merge + 1):
-        token = (tl.load(merge) + query).to(tl.int64)
+    queries = tl.load(merge + 1)
+    if queries > 0:
         first = tl.load(merge + 2).to(tl.int64)
         count = tl.load(merge + 3)
         head = tl.program_id(1) // BLOCKS
-        mine = tl.program_id(1) % BLOCKS * FOLDED + tl.arange(0, FOLDED)
-        real = mine < group
+        row = tl.arange(0, ROWS)
+        mine = tl.program_id(1) % BLOCKS * FOLDED + row % FOLDED
+        real = (row // FOLDED < queries) & (mine < group)
         dv = tl.arange(0, V2)
-        best = tl.full([FOLDED], -1e30, tl.float32)
-        total = tl.zeros([FOLDED], tl.float32)
-        sums = tl.zeros([FOLDED, V2], tl.float32)
+        best = tl.full([ROWS], -1e30, tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        sums = tl.zeros([ROWS, V2], tl.float32)
         if SINKS:
             best = tl.load(sinks + head * group + mine, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
             total += 1.0
         for part in range(count):
-            line = ((first + part) * tl.num_programs(1) + tl.program_id(1)) * ROWS
-            line += query * FOLDED + tl.arange(0, FOLDED)
+            line = ((first + part) * tl.num_programs(1) + tl.program_id(1)) * ROWS + row
             theirs = tl.load(part_marks + 2 * line)
             higher = tl.maximum(best, theirs)
             shrink, grow = tl.exp2(best - higher), tl.exp2(theirs - higher)
             sums = sums * shrink[:, None] + tl.load(part_sums + line[:, None] * V2 + dv[None, :]) * grow[:, None]
             total = total * shrink + tl.load(part_marks + 2 * line + 1) * grow
             best = higher
-        at = out + token * o_token + (head * group + mine) * o_head
+        tokens = (tl.load(merge) + row // FOLDED).to(tl.int64)
+        at = out + tokens * o_token + (head * group + mine) * o_head
         answer = sums / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(at[:, None] + dv[None, :], answer.to(out.dtype.element_ty),
                  mask=real[:, None] & (dv < VALUES)[None, :])  # fmt: skip
