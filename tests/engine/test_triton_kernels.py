@@ -173,7 +173,8 @@ def test_sampling_is_that_of_a_sort(seed, monkeypatch):
     Mutation: `need` is not rounded up; `_search` keeps what is above `high`; `token` is one too far; ties are dropped.
     """
     if not CARD:
-        monkeypatch.setattr(triton_sampling, "_TILE", 64)
+        monkeypatch.setattr(triton_sampling, "_TILE", 32)
+        monkeypatch.setattr(triton_sampling, "_LONG", 64)
     rng = random.Random(seed)
     rows = 64 if CARD else 5
     params = [
@@ -202,7 +203,8 @@ def test_sampling_is_that_of_a_sort(seed, monkeypatch):
 def test_rows_of_nan_are_bad_and_harm_nobody(monkeypatch):
     """Mutation: `_search` goes on while `low` is below `high` by one."""
     if not CARD:
-        monkeypatch.setattr(triton_sampling, "_TILE", 64)
+        monkeypatch.setattr(triton_sampling, "_TILE", 32)
+        monkeypatch.setattr(triton_sampling, "_LONG", 64)
     params = [SamplingParams(temperature=1.0, top_k=40, top_p=0.9, seed=1)] * 3
     sorting, kernel = samplers(3, params)
     logits = some(3, VOCABULARY)

@@ -37,6 +37,16 @@ FAMILIES = ("llama", "qwen3", "mistral", "gemma2", "gemma3")
 ROWS, VOCABULARY = 64, 151_936
 ATTENTION_MS = 1.46  # of a decode step at 64 and context 576, which is left out here
 RANK, LORAS = 16, 4
+TUNINGS = [  # of the adapters' kernels
+    (1024, 8, 128, 128, 4),
+    (512, 8, 128, 128, 4),
+    (512, 8, 256, 128, 4),
+    (512, 8, 256, 256, 4),
+    (512, 8, 256, 256, 8),
+    (512, 16, 128, 128, 4),
+    (512, 16, 256, 256, 4),
+    (256, 16, 256, 128, 4),
+]
 
 
 def say(line: str) -> None:
@@ -139,7 +149,7 @@ def check_patched_models() -> list[str]:
                 model = wide(name).to(dtype)
                 patched = patch_for(model, torch.device("cuda"))
                 found.append(_off(model(ids, use_cache=False).logits, right))
-            model.get_submodule("model.norm").weight[::2] *= 1.5
+            model.get_submodule("model.norm").weight[::2] += 0.5
             control = _off(model(ids, use_cache=False).logits, right)
         modules = ", ".join(f"{kind} {n}" for kind, n in patched.items())
         off = f"float32 {found[0]:.1e}, bf16 {found[1]:.4f} (unpatched {noise:.4f}, wrong {control:.3f})"
@@ -212,6 +222,70 @@ def check_adapters() -> list[str]:
     return wrong
 
 
+def check_served_adapters() -> list[str]:
+    """Requests of the base model and of adapters together through an engine, with graphs: the same tokens as without
+    graphs, and as each request alone. In float32, where tokens can be promised."""
+    from sapwood import LLM, LoRARequest
+
+    rng = random.Random(5)
+    prompts = [[rng.randrange(1, 4000) for _ in range(rng.randint(3, 90))] for _ in range(14)]
+    config = {**QWEN3_8B, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "vocab_size": 4096}
+    config |= {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "dtype": "float32"}
+    greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    answers: dict[str, list[list[int]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config))
+        names = _peft_adapters(folder)
+        loras = [
+            None if i % 4 == 3 else LoRARequest(names[i % 4], i % 4 + 1, f"{folder}/{names[i % 4]}") for i in range(14)
+        ]
+        flags: dict[str, Any] = {"load_format": "dummy", "max_model_len": 512, "max_num_seqs": 16, "dtype": "float32"}
+        flags |= {"device_cache": "256MiB", "host_cache": "0", "progress": False, "enable_prefix_caching": False}
+        for kind in ("graphs", "no graphs"):
+            lora = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 16}
+            with LLM(folder, enforce_eager=kind == "no graphs", **lora, **flags) as llm:
+                asked = [{"prompt_token_ids": each} for each in prompts]
+                outs = llm.generate(asked, greedy, lora_request=loras, use_tqdm=False)
+                answers[kind] = [out.outputs[0].token_ids for out in outs]
+                captured_sizes = llm.engine.executor.adapted_graphs.sizes
+                if kind == "graphs":
+                    alone = [
+                        llm.generate([one], greedy, lora_request=[lora_of], use_tqdm=False)[0].outputs[0].token_ids
+                        for one, lora_of in zip(asked, loras, strict=True)
+                    ]
+                    bases = [out.outputs[0].token_ids for out in llm.generate(asked, greedy, use_tqdm=False)]
+                if bool(captured_sizes) != (kind == "graphs"):
+                    return [f"{kind}: graphs with adapters are {captured_sizes}"]
+    wrong = [
+        f"row {i}: with and without graphs differ" for i in range(14) if answers["graphs"][i] != answers["no graphs"][i]
+    ]
+    wrong += [f"row {i}: mixed and alone differ" for i in range(14) if answers["graphs"][i] != alone[i]]
+    changed = sum(answers["graphs"][i] != bases[i] for i in range(14) if loras[i])
+    wrong += [f"row {i}: a base row changes" for i in range(14) if not loras[i] and answers["graphs"][i] != bases[i]]
+    say(
+        f"served adapters: {changed} of {sum(map(bool, loras))} rows with adapters answer otherwise than the base model"
+    )
+    return wrong if changed > 8 else [*wrong, "adapters change almost nothing: this proves nothing"]
+
+
+def _peft_adapters(folder: str) -> list[str]:
+    """Folders of adapters on all projections, as PEFT writes them."""
+    import peft
+
+    model = load_model(find_model(folder, load_format="dummy"), dtype="float32", device="cpu")
+    names = ["sql", "poems", "code"]
+    for seed, name in enumerate(names):
+        config = peft.LoraConfig(r=4 + 6 * seed, target_modules="all-linear", init_lora_weights=False)
+        tuned = peft.get_peft_model(model, config)
+        torch.manual_seed(seed)
+        for key, weight in tuned.named_parameters():
+            if "lora_" in key:
+                torch.nn.init.normal_(weight, std=0.15)
+        tuned.save_pretrained(f"{folder}/{name}")
+        model = tuned.unload()
+    return names
+
+
 # ---- figures
 
 
@@ -264,6 +338,7 @@ def _adapters(model: Any, base: float) -> None:
     one = milliseconds(replay)
     with adapters.applied(None):
         bare = milliseconds(captured(model)[0])
+    _tunings(model, adapters, routing.on_device)
 
     def ratio(ms: float) -> str:
         return f"{ms:.2f} = {(ms + ATTENTION_MS) / (base + ATTENTION_MS):.2f}"
@@ -273,6 +348,20 @@ def _adapters(model: Any, base: float) -> None:
         f"mixed {ratio(mixed)} | one row {ratio(one)} | base rows {ratio(idle)} | not applied {ratio(bare)} | "
         f"upload of {LORAS} {1e3 * upload:.0f} ms |"
     )
+
+
+def _tunings(model: Any, adapters: Adapters, slots: Any) -> None:
+    from sapwood.engine import triton_lora as kernels
+
+    names = ("_LEAST_SPLIT", "_MOST_SPLITS", "_IN", "_OUT", "_WARPS")
+    for values in TUNINGS:
+        for name, value in zip(names, values, strict=True):
+            setattr(kernels, name, value)
+        for stack in adapters._stacks:
+            stack._blocks = kernels.out_blocks([part.shape[0] for part in stack.parts], slots.device)
+        with adapters.applied(ReadRouting(slots)):
+            ms = milliseconds(captured(model)[0])
+        say(f"| mixed, {dict(zip(names, values, strict=True))} | {ms:.2f} |")
 
 
 def figure_sampling() -> None:
@@ -304,10 +393,10 @@ def figure_sampling() -> None:
     weights = ((logits.float() - logits.float().amax(-1, keepdim=True)) / 0.8).exp()
     numbers = torch.tensor([[0.0, 50, 0.9, 0.4]] * ROWS, dtype=torch.float64, device="cuda")
     whole = torch.tensor([[0.0, VOCABULARY, 0.9, 0.4]] * ROWS, dtype=torch.float64, device="cuda")
-    for tile in (1024, 2048, 4096):
-        triton_sampling._TILE = tile
+    for tile, long in ((1024, 4096), (2048, 4096), (2048, 8192), (2048, 16384), (4096, 8192)):
+        triton_sampling._TILE, triton_sampling._LONG = tile, long
         told = [f"{milliseconds(lambda n=n: triton_sampling.choose(weights, n)):.3f}" for n in (numbers, whole)]
-        say(f"| the kernel alone, tile {tile} | top_k 50, top_p 0.9: {told[0]} | top_p 0.9: {told[1]} |")
+        say(f"| the kernel alone, tiles {tile}, {long} | top_k 50, top_p 0.9: {told[0]} | top_p 0.9: {told[1]} |")
 
 
 def figure_transfers() -> None:
@@ -364,7 +453,7 @@ def figure_transfers() -> None:
         host.close()
 
 
-CHECKS = (check_kernels, check_patched_models, check_adapters)
+CHECKS = (check_kernels, check_patched_models, check_adapters, check_served_adapters)
 FIGURES = (figure_layers, figure_sampling, figure_transfers)
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -21,7 +21,7 @@ from sapwood.scheduler import Plan, Scheduler, SchedulerConfig, StepDone
 from sapwood.store import Fingerprint, GroupLayout, Store, open_store
 from sapwood.store.uri import nbytes
 
-from .adapters import Adapters, Routing, UnknownAdapter
+from .adapters import Adapters, ReadRouting, Routing, UnknownAdapter
 from .arena import HostArena, available_bytes
 from .flags import EngineConfig
 from .loop import EngineLoop
@@ -230,21 +230,40 @@ class Engine(Requests):
         return {row: next_tokens for row, next_tokens in found.items() if len(next_tokens)}
 
     def adapted(self, plan: Plan, tokens: slice) -> AbstractContextManager[Any]:
-        adapters, mixers, step = self.adapters, self.served.mixers, plan.step or 0
+        adapters, mixers = self.adapters, self.served.mixers
         if adapters is None:
             return nullcontext()
+        whole = self._routing(plan, adapters)
+        routing = whole
+        if whole is not None and tokens.stop - tokens.start < len(whole.slots):
+            routing = whole.part(tokens)
+        mixers.within = lambda some: adapters.applied(None if routing is None else routing.part(some))
+        return adapters.applied(routing)
+
+    def adapter_slots(self, plan: Plan) -> npt.NDArray[np.int32] | None:
+        whole = None if self.adapters is None else self._routing(plan, self.adapters)
+        return None if whole is None else whole.slots
+
+    def adapting(self, slots: torch.Tensor) -> AbstractContextManager[Any] | None:
+        if self.adapters is None or not self.adapters.capturable:
+            return None
+        return self._reading(self.adapters, slots)
+
+    @contextmanager
+    def _reading(self, adapters: Adapters, slots: torch.Tensor) -> Iterator[None]:
+        self.served.mixers.within = lambda some: nullcontext()  # they are given all tokens
+        with adapters.applied(ReadRouting(slots)):
+            yield
+
+    def _routing(self, plan: Plan, adapters: Adapters) -> Routing | None:
+        step = plan.step or 0
         if step not in self._routings:
             try:
                 self._routings[step] = adapters.begin(plan.batch.adapters, plan.batch.lengths.tolist())
             except UnknownAdapter as error:
                 error.culprits = [plan.batch.ids[row] for row in error.rows]
                 raise
-        whole = self._routings[step]
-        routing = whole
-        if whole is not None and tokens.stop - tokens.start < len(whole.slots):
-            routing = whole.part(tokens)
-        mixers.within = lambda some: adapters.applied(None if routing is None else routing.part(some))
-        return adapters.applied(routing)
+        return self._routings[step]
 
     def over(self, plan: Plan) -> None:
         if self.adapters is not None:

@@ -83,7 +83,7 @@ def linears_of(module: nn.Module, names: Sequence[str]) -> list[nn.Linear] | Non
 
 
 @torch.no_grad()
-def _joined(tensors: Sequence[nn.Parameter]) -> Tensor:
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
     """One tensor of which these are the rows from now on. Their own memory is given back one by one."""
     sizes = [len(each) for each in tensors]
     whole = tensors[0].new_empty(sum(sizes), *tensors[0].shape[1:])

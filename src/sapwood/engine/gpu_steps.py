@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -97,7 +98,7 @@ class GpuExecutor(ModelExecutor):
         self._sizes = {tokens: self._size(tokens, min(tokens, self._rows)) for tokens in self._padded}
         self._ready: deque[Any] = deque()  # for each plan that runs: the event after its read-back
         self._columns = columns
-        self.graphs = Graphs(self.device)
+        self.graphs, self.adapted_graphs = Graphs(self.device), Graphs(self.device)
 
     def _find_lists(self) -> tuple[list[_List], dict[int, int]]:
         found: dict[_List, int] = {}
@@ -147,6 +148,8 @@ class GpuExecutor(ModelExecutor):
         blank.targets[:] = self._slots
         self._buffer.send()
         self.graphs.capture({size.tokens: partial(self._compute, size) for size in sizes})
+        if self._adapting(sizes[0]) is not None:
+            self.adapted_graphs.capture({size.tokens: partial(self._compute_adapted, size) for size in sizes})
 
     def _compute(self, size: _Size) -> Tensor:
         """A step of padded size whose numbers are on the device. The likeliest tokens are taken; all logits are
@@ -156,6 +159,16 @@ class GpuExecutor(ModelExecutor):
         best, tokens = logits.max(-1)
         self._known.end(tokens, best, self._buffer.device.targets, self._out)
         return logits
+
+    def _compute_adapted(self, size: _Size) -> Tensor:
+        """The same with adapters, whose slots are on the device too."""
+        adapting = self._adapting(size)
+        assert adapting is not None
+        with adapting:
+            return self._compute(size)
+
+    def _adapting(self, size: _Size) -> AbstractContextManager[Any] | None:
+        return self.hooks.adapting(self._buffer.device.adapters[: size.tokens])
 
     def _forward(self, size: _Size, singles: Tensor | None, states: recurrent.Rows | None = None) -> Tensor:
         """`singles`: every row has one token, and its state is where the buffer says."""
@@ -192,10 +205,13 @@ class GpuExecutor(ModelExecutor):
         bucket = self._bucket(parts[0].last) if len(parts) == 1 and not scored and self._one_size(plan) else None
         scores: list[_Scores] = []
         if bucket is not None:
-            size = self._sizes[bucket]
-            self._send(plan, parts[0], size, plain=plain)
-            with self.hooks.adapted(plan, slice(0, parts[0].last)):
-                logits = self.graphs.run(bucket, partial(self._compute, size))
+            size, adapters = self._sizes[bucket], self.hooks.adapter_slots(plan)
+            self._send(plan, parts[0], size, plain=plain, adapters=adapters)
+            if adapters is None:
+                with self.hooks.adapted(plan, slice(0, parts[0].last)):
+                    logits = self.graphs.run(bucket, partial(self._compute, size))
+            else:
+                logits = self.adapted_graphs.run(bucket, partial(self._compute_adapted, size))
         else:
             logits = self._in_pieces(plan, parts, scored, scores)
         self._copy(plan.copies, "after")
@@ -203,9 +219,11 @@ class GpuExecutor(ModelExecutor):
         return self._read_back(_Running(plan, rows, drawn, scores))
 
     def _one_size(self, plan: Plan) -> bool:
-        """Whether a plan can be computed in a padded size. Not so where adapters or chunks of states are in it."""
+        """Whether a plan can be computed in a padded size. Not so where chunks of states are in it, or adapters that
+        kernels cannot apply."""
         if any(adapter is not None for adapter in plan.batch.adapters):
-            return False
+            if self._adapting(self._sizes[self._padded[0]]) is None:
+                return False
         return self._state is None or int(plan.batch.lengths.max()) == 1
 
     def _in_pieces(
@@ -253,6 +271,7 @@ class GpuExecutor(ModelExecutor):
         plain: bool = False,
         wanted: npt.NDArray[Any] | None = None,
         changes: bool = True,
+        adapters: npt.NDArray[np.int32] | None = None,
     ) -> None:
         """Pack the numbers of a piece and send them. `plain`: the likeliest tokens become the last of their slots."""
         batch = plan.batch
@@ -278,6 +297,9 @@ class GpuExecutor(ModelExecutor):
         if self._state is not None:
             step.states[:n] = plan.tables[self._state][whose, 0]
             step.states[n:padded] = 0
+        if adapters is not None:
+            step.adapters[:n] = adapters
+            step.adapters[n:padded] = 0
         rows = ends[piece.samples] - 1 if wanted is None else wanted
         assert len(rows) <= size.rows, (len(rows), size.rows)
         step.wanted[: len(rows)], step.wanted[len(rows) : size.rows] = rows, 0
@@ -374,6 +396,7 @@ class GpuExecutor(ModelExecutor):
 
     def close(self) -> None:
         self.graphs.close()
+        self.adapted_graphs.close()
         super().close()
 
     def newest(self, slots: npt.NDArray[Any]) -> npt.NDArray[np.int64]:

@@ -217,7 +217,8 @@ class Sampler:
         beyond = rows.that(_SHAPED | _RANDOM)
         if len(beyond):
             at = self._put(beyond)
-            x = _working(logits.index_select(0, at))
+            whole = len(beyond) == len(logits)
+            x = logits.to(_working_dtype(logits), copy=True) if whole else _working(logits.index_select(0, at))
             tokens[at], best = self._choose(rows.some(beyond), x, tokens[at], None if masks is None else masks[beyond])
             bad[at] = ~best.isfinite()  # also where it was before: to NaN and infinity things are only added
         tokens.masked_fill_(bad, 0)
@@ -249,7 +250,8 @@ class Sampler:
             at = self._put(drawn)
             rows = rows.some(drawn)
             # Weights, not probabilities: 1 for the likeliest, and no sum of floats, in which order would matter.
-            ratios = logits.index_select(0, at).sub_(best[at]).div_(self._column(rows.slots, _TEMPERATURE, logits))
+            some = logits if len(drawn) == len(logits) else logits.index_select(0, at)
+            ratios = some.sub_(best[at]).div_(self._column(rows.slots, _TEMPERATURE, logits))
             weights = ratios.exp_().float()
             if self._kernel is not None:
                 numbers = np.column_stack([self._numbers[rows.slots][:, (_MINIMUM, _K, _P)], self._uniforms(rows)])
@@ -433,8 +435,12 @@ def _kernel(device: torch.device) -> Callable[[Tensor, Tensor], Tensor] | None:
     return choose
 
 
+def _working_dtype(logits: Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
 def _working(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
+    return logits.to(_working_dtype(logits))
 
 
 def _best(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """The numbers of a step in one buffer of int32: packed on host, sent in one copy, read by kernels at fixed places.
 
-    | changes | tokens | positions | wanted | targets | states | places of each group | items, merges of each list | ...
+    | changes | tokens | positions | wanted | targets | states | adapters | places by group | items and merges | ...
 
 There is one layout for steps of any size up to the largest, so that a graph finds everything where it was when it was
 captured. Two copies on host, in pinned memory: one is packed while the other may still be on its way.
@@ -48,6 +48,7 @@ class Packed:
     wanted    [R] the tokens whose logits are wanted
     targets   [R] the slots whose last token those become
     states    [T] the state slot of each token, where every row has one
+    adapters  [T] the slot of each token's adapter; 0: it has none
     places    by group [T]: page * page size + offset that K and V go to
     items, merges   by work list
     """
@@ -62,6 +63,7 @@ class Packed:
         self.wanted = self._take(room.rows)
         self.targets = self._take(room.rows)
         self.states = self._take(room.tokens)
+        self.adapters = self._take(room.tokens)
         self.places = {group: self._take(room.tokens) for group in room.groups}
         self.items = [self._take(each.items, ITEM) for each in room.lists]
         self.merges = [self._take(each.merges, MERGE) for each in room.lists]

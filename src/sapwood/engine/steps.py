@@ -64,6 +64,14 @@ class Hooks(Protocol):
     def adapted(self, plan: Plan, tokens: slice) -> AbstractContextManager[Any]:
         """Around the model's forward for some of the batch's tokens: the adapters of their rows."""
 
+    def adapter_slots(self, plan: Plan) -> npt.NDArray[np.int32] | None:
+        """The slot of the adapter of each of the batch's tokens, 0 for none; None: nobody has one. The adapters are on
+        the device then."""
+
+    def adapting(self, slots: Tensor) -> AbstractContextManager[Any] | None:
+        """Around a forward that reads from memory which token has which slot, so that it can be captured. None: this
+        model's adapters cannot be applied so, or it has none."""
+
     def over(self, plan: Plan) -> None:
         """A plan is over, one way or the other."""
 
@@ -84,6 +92,12 @@ class Greedy:
 
     def adapted(self, plan: Plan, tokens: slice) -> AbstractContextManager[Any]:
         return nullcontext()
+
+    def adapter_slots(self, plan: Plan) -> npt.NDArray[np.int32] | None:
+        return None
+
+    def adapting(self, slots: Tensor) -> AbstractContextManager[Any] | None:
+        return None
 
     def over(self, plan: Plan) -> None: ...
 

@@ -18,7 +18,8 @@ from torch import Tensor
 _TOKENS = 64  # of a program
 _IN, _IN_EXACT = 128, 32  # columns of x that a program reads at once
 _OUT = 128  # columns of y that a program writes
-_LEAST_SPLIT, _MOST_SPLITS = 1024, 8
+_LEAST_SPLIT, _MOST_SPLITS = 512, 8
+_WARPS = 4
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots_ptr"])
@@ -31,11 +32,9 @@ def _shrink_kernel(
     part = tl.program_id(2) % PARTS
     split = tl.program_id(2) // PARTS
     rank = tl.load(ranks_ptr + slot * PARTS + part)
-    if rank == 0:
-        return
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     mine = tl.load(slots_ptr + token, mask=token < tokens, other=0) == slot
-    if tl.max(mine.to(tl.int32), 0) == 0:
+    if tl.max(mine.to(tl.int32), 0) * rank == 0:
         return
     r = tl.arange(0, RANK)
     x_at = x_ptr + token.to(tl.int64)[:, None] * x_token
@@ -64,11 +63,9 @@ def _expand_kernel(
     slot = tl.program_id(1) + 1
     part = tl.load(blocks_ptr + 3 * block)
     rank = tl.load(ranks_ptr + slot * PARTS + part)
-    if rank == 0:
-        return
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     mine = tl.load(slots_ptr + token, mask=token < tokens, other=0) == slot
-    if tl.max(mine.to(tl.int32), 0) == 0:
+    if tl.max(mine.to(tl.int32), 0) * rank == 0:
         return
     r = tl.arange(0, RANK)
     begin, end = tl.load(blocks_ptr + 3 * block + 1), tl.load(blocks_ptr + 3 * block + 2)
@@ -76,6 +73,9 @@ def _expand_kernel(
     there = column < end
     b_at = b_ptr + slot.to(tl.int64) * b_slot + column[:, None] * STORED + r[None, :]
     b = tl.load(b_at, mask=there[:, None] & (r < rank)[None, :], other=0.0)
+    y_at = y_ptr + token.to(tl.int64)[:, None] * y_token + column[None, :]
+    here = mine[:, None] & there[None, :]
+    y = tl.load(y_at, mask=here, other=0.0)
     h = tl.zeros((TOKENS, RANK), tl.float32)
     for split in tl.static_range(SPLITS):
         h_at = h_ptr + (((split * PARTS + part) * tokens).to(tl.int64) + token)[:, None] * STORED + r[None, :]
@@ -84,9 +84,6 @@ def _expand_kernel(
         added = tl.dot(h, tl.trans(b), input_precision="ieee")
     else:
         added = tl.dot(h.to(b.dtype), tl.trans(b))
-    y_at = y_ptr + token.to(tl.int64)[:, None] * y_token + column[None, :]
-    here = mine[:, None] & there[None, :]
-    y = tl.load(y_at, mask=here, other=0.0)
     tl.store(y_at, (y.to(tl.float32) + added).to(y.dtype), mask=here)
 
 
@@ -113,7 +110,7 @@ def add(x: Tensor, y: Tensor, a: Tensor, b: Tensor, ranks: Tensor, slots: Tensor
     splits = triton.cdiv(width, split)
     h = torch.empty((splits, parts, tokens, stored), dtype=torch.float32, device=x.device)
     exact = x.dtype is torch.float32
-    shared = {"PARTS": parts, "RANK": rank, "STORED": stored, "EXACT": exact, "TOKENS": _TOKENS, "num_warps": 4}
+    shared = {"PARTS": parts, "RANK": rank, "STORED": stored, "EXACT": exact, "TOKENS": _TOKENS, "num_warps": _WARPS}
     over = triton.cdiv(tokens, _TOKENS), rows - 1
     _shrink_kernel[(*over, parts * splits)](
         x,

@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE = 2048  # weights that are looked at at once
+_TILE = 2048  # weights that are compared with eight patterns at once
+_LONG = 8192  # weights that are looked at once
 
 
 @triton.jit
@@ -29,7 +30,9 @@ def _masses(patterns):
 
 
 @triton.jit
-def _search(x_ptr, n, list_ptr, low, high, at_low, target, BY_MASS: tl.constexpr, TILE: tl.constexpr):
+def _search(
+    x_ptr, n, list_ptr, low, high, at_low, target, BY_MASS: tl.constexpr, TILE: tl.constexpr, LONG: tl.constexpr
+):  # fmt: skip
     """The largest v from `low` to below `high` with F(v) >= target, or `low`, and F of it; F is C, or M by mass. `x`
     has all patterns from `low` on; F(low) is `at_low`, and F(high) is 0. Patterns still in question go to `list`, which
     may be `x`."""
@@ -42,7 +45,7 @@ def _search(x_ptr, n, list_ptr, low, high, at_low, target, BY_MASS: tl.constexpr
             sums = tl.zeros((TILE, 8), tl.int64)
         else:
             sums = tl.zeros((TILE, 8), tl.int32)
-        for begin in range(0, n, TILE):
+        for begin in tl.range(0, n, TILE, num_stages=4):
             i = begin + tl.arange(0, TILE)
             x = tl.load(x_ptr + i, mask=i < n, other=0)
             reaches = x[:, None] >= pivots[None, :]
@@ -62,8 +65,8 @@ def _search(x_ptr, n, list_ptr, low, high, at_low, target, BY_MASS: tl.constexpr
         if n > TILE:
             above = at_high
             kept = 0
-            for begin in range(0, n, TILE):
-                i = begin + tl.arange(0, TILE)
+            for begin in range(0, n, LONG):
+                i = begin + tl.arange(0, LONG)
                 x = tl.load(x_ptr + i, mask=i < n, other=0)
                 keep = ((x >= low) & (x < high)).to(tl.int32)
                 place = kept + tl.cumsum(keep, 0) - 1
@@ -77,8 +80,10 @@ def _search(x_ptr, n, list_ptr, low, high, at_low, target, BY_MASS: tl.constexpr
 
 
 @triton.jit
-def _choose_kernel(x_ptr, list_ptr, numbers_ptr, out_ptr, width, stride, LEAST: tl.constexpr, ONE: tl.constexpr,
-                   TILE: tl.constexpr):  # fmt: skip
+def _choose_kernel(
+    x_ptr, list_ptr, numbers_ptr, out_ptr, width, stride,
+    LEAST: tl.constexpr, ONE: tl.constexpr, TILE: tl.constexpr, LONG: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride
     list_ptr += row * width
@@ -89,42 +94,41 @@ def _choose_kernel(x_ptr, list_ptr, numbers_ptr, out_ptr, width, stride, LEAST: 
     low = tl.maximum(share, LEAST)
     high = tl.full((), ONE + 1, tl.int32)
     if k < width:
-        low, _ = _search(x_ptr, width, list_ptr, low, high, width, k, False, TILE)
-    total = tl.zeros((), tl.int64)
-    if p < 1.0:
-        kept = 0
-        for begin in range(0, width, TILE):
-            i = begin + tl.arange(0, TILE)
-            x = tl.load(x_ptr + i, mask=i < width, other=0)
-            keep = (x >= low).to(tl.int32)
-            total += tl.sum(tl.where(x >= low, _masses(x), 0), 0)
+        low, _ = _search(x_ptr, width, list_ptr, low, high, width, k, False, TILE, LONG)
+
+    # What is left, and its mass.
+    each = tl.zeros((LONG,), tl.int64)
+    kept = 0
+    for begin in tl.range(0, width, LONG, num_stages=3):
+        i = begin + tl.arange(0, LONG)
+        x = tl.load(x_ptr + i, mask=i < width, other=0)
+        keep = (x >= low).to(tl.int32)
+        each += tl.where(x >= low, _masses(x), 0)
+        if p < 1.0:
             tl.store(list_ptr + kept + tl.cumsum(keep, 0) - 1, x, mask=keep > 0)
             kept += tl.sum(keep, 0)
+    total = tl.sum(each, 0)
+    if p < 1.0:
         tl.debug_barrier()
         need = tl.ceil(total.to(tl.float64) * p).to(tl.int64)
-        low, total = _search(list_ptr, kept, list_ptr, low, high, total, need, True, TILE)
-    else:
-        masses = tl.zeros((TILE,), tl.int64)
-        for begin in range(0, width, TILE):
-            i = begin + tl.arange(0, TILE)
-            x = tl.load(x_ptr + i, mask=i < width, other=0)
-            masses += tl.where(x >= low, _masses(x), 0)
-        total = tl.sum(masses, 0)
+        low, total = _search(list_ptr, kept, list_ptr, low, high, total, need, True, TILE, LONG)
+
+    # The first token with which the mass is above a random part of the whole: first the tile that it is in.
     aim = (uniform * total.to(tl.float64)).to(tl.int64)
-    before = tl.zeros((), tl.int64)
-    token, begin = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
-    while begin < width:
-        i = begin + tl.arange(0, TILE)
+    before, reached = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
+    tile = 0
+    for begin in tl.range(0, width, LONG, num_stages=3):
+        i = begin + tl.arange(0, LONG)
         x = tl.load(x_ptr + i, mask=i < width, other=0)
-        masses = tl.where(x >= low, _masses(x), 0)
-        here = tl.sum(masses, 0)
-        if before + here > aim:
-            token = begin + tl.sum((before + tl.cumsum(masses, 0) <= aim).to(tl.int32), 0)
-            begin += width
-        else:
-            before += here
-            begin += TILE
-    tl.store(out_ptr + row, token.to(tl.int64))
+        after = reached + tl.sum(tl.where(x >= low, _masses(x), 0), 0)
+        inside = (reached <= aim) & (aim < after)
+        before = tl.where(inside, reached, before)
+        tile = tl.where(inside, begin, tile)
+        reached = after
+    i = tile + tl.arange(0, LONG)
+    x = tl.load(x_ptr + i, mask=i < width, other=0)
+    passed = before + tl.cumsum(tl.where(x >= low, _masses(x), 0), 0) <= aim
+    tl.store(out_ptr + row, (tile + tl.sum((passed & (i < width)).to(tl.int32), 0)).to(tl.int64))
 
 
 def choose(weights: Tensor, numbers: Tensor) -> Tensor:
@@ -135,7 +139,7 @@ def choose(weights: Tensor, numbers: Tensor) -> Tensor:
     scratch = torch.empty((rows, width), dtype=torch.int32, device=weights.device)
     _choose_kernel[(rows,)](
         weights.view(torch.int32), scratch, numbers, tokens, width, weights.stride(0),
-        LEAST=_pattern(2.0**-40), ONE=_pattern(1.0), TILE=_TILE, num_warps=16,
+        LEAST=_pattern(2.0**-40), ONE=_pattern(1.0), TILE=_TILE, LONG=_LONG, num_warps=16,
     )  # fmt: skip
     return tokens
 
