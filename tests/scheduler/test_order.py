@@ -126,6 +126,30 @@ def test_s02_chunks_fill_the_token_budget(layout, page):
     run.idle().right_answers()
 
 
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_s02_who_streams_does_not_wait_for_long_prompts(overlap):
+    """A plan with decode rows has `mixed_tokens` tokens at most, and all of them while there are prompts to compute; a
+    plan without has `max_batch_tokens`. Without the number, both have as many.
+
+    Mutation: `Planner._begin` takes `max_batch_tokens` for every plan, or `mixed_tokens`.
+    """
+    for mixed, most in ((24, 24), (0, 100)):
+        run = Run(*groups_of("full", 16, pages=400), page=16, budget=100, batch=8, mixed_tokens=mixed, overlap=overlap)
+        run.submit("long", toks(1, 250), 40)
+        while not any(row.id == "long" and row.start == 250 for rows in run.rows for row in rows):
+            run.step()
+        assert [row.length for row in run.rows_by("long")][:3] == [100, 100, 50]
+        for n in range(3):
+            run.submit(f"new{n}", toks(2 + n, 90), 3)
+        before = len(run.rows)
+        while "new2" in run.live:
+            run.step()
+        totals = [sum(row.length for row in rows) for rows in run.rows[before:] if rows]
+        assert max(totals) == most and totals.count(most) >= 270 // most - 1
+        assert all(any(row.id == "long" for row in rows) for rows in run.rows[before:] if rows), "it goes on all along"
+        run.idle().right_answers()
+
+
 @each_page
 @pytest.mark.parametrize("layout", ["full+state", "full+2windows+state", "window+state"])
 def test_s02_chunks_of_state_models_are_cut_where_a_snapshot_is_worth_having(layout, page):

@@ -152,7 +152,10 @@ class Fuzz:
             raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
         self.seed, self.layout = seed, layout
         rng = self.random = random.Random(f"{layout} {seed}" + (" again" if other else ""))
-        self.config = replace(LAYOUTS[layout].config(rng), overlap=seed % 2)
+        config = LAYOUTS[layout].config(rng)
+        few = config.max_batch_size + 1  # tokens in a plan with decode rows, for some
+        mixed = few if seed % 5 > 2 and few < config.max_batch_tokens else 0
+        self.config = replace(config, overlap=seed % 2, mixed_tokens=mixed)
         self.scheduler = Scheduler(self.config)
         self.cache = self.scheduler.cache
         self.depot = other.depot if other else Depot()
