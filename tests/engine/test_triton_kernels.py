@@ -108,6 +108,12 @@ def lora_case(tokens: int, sizes: list[int], width: int, rank: int, dtype: torch
     return x, y, a, b, ranks, of
 
 
+def add(x: Any, y: Any, a: Any, b: Any, ranks: Any, of: Any, sizes: list[int]) -> None:
+    shrunk = triton_lora.room(x, a).fill_(torch.nan)
+    triton_lora.shrink(x, a, ranks, of, shrunk)
+    triton_lora.expand(shrunk, y, b, ranks, of, triton_lora.out_blocks(sizes, y.device))
+
+
 @pytest.mark.parametrize("dtype", PRODUCTS)
 @pytest.mark.parametrize(
     ("tokens", "sizes", "width", "rank"),
@@ -135,7 +141,7 @@ def test_adapters_of_any_rows(tokens, sizes, width, rank, dtype):
             right[token, columns] += b[slot, columns, :n].double() @ h
         first += size
     before = y.clone()
-    triton_lora.add(x, y, a, b, ranks, of, triton_lora.out_blocks(sizes, y.device))
+    add(x, y, a, b, ranks, of, sizes)
     assert close(y, right.to(dtype))
     assert torch.equal(y[of == 0], before[of == 0])
 
@@ -147,11 +153,11 @@ def test_an_adapter_mixed_is_the_adapter_alone(dtype):
     Mutation: `_shrink_kernel` adds up tokens; the sum over splits is made by whoever comes first.
     """
     x, y, a, b, ranks, of = lora_case(70, [32, 16], 2100, 16, dtype)
-    blocks, alone = triton_lora.out_blocks([32, 16], y.device), y.clone()
-    triton_lora.add(x, y, a, b, ranks, of, blocks)
+    alone = y.clone()
+    add(x, y, a, b, ranks, of, [32, 16])
     for token in (0, 13, 69):
         one = alone[token : token + 1].clone()
-        triton_lora.add(x[token : token + 1], one, a, b, ranks, of[token : token + 1].clone(), blocks)
+        add(x[token : token + 1], one, a, b, ranks, of[token : token + 1].clone(), [32, 16])
         assert torch.equal(one[0], y[token])
 
 

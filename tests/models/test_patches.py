@@ -126,7 +126,7 @@ def test_parts_may_be_asked_for_in_any_order():
     plain = copy.deepcopy(module)
     fused = Fused(module, "abc")
     products = []
-    fused.adds = lambda x, y: products.append(x)
+    fused.around = lambda x, product: (products.append(x), product(x))[1]
     rng = random.Random(0)
     inputs = [torch.randn(1, 2, 4) for _ in range(3)]
     for _ in range(200):
@@ -144,7 +144,7 @@ def test_parts_may_be_asked_for_in_any_order():
 def test_adapters_are_for_the_parts_of_a_product(family, tmp_path):
     """Adapters on any of the linear layers, in one batch, over products that are one: each row is what PEFT says.
 
-    Mutation: `Wrapped` takes the columns of another part; `Stack.add` adds to the first part only.
+    Mutation: `Wrapped` takes the columns of another part; `around` adds to the first part only.
     """
     rng = random.Random(family)
     model = model_of(family)

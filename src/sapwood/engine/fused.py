@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-Adds = Callable[[Tensor, Tensor], None]  # to an output [..., out] in place, what belongs to this input [..., in]
+Product = Callable[[Tensor], Tensor]  # [..., in] -> [..., out]
 
 
 class Fused:
@@ -30,7 +30,7 @@ class Fused:
         self.parts = tuple(parts)
         self.linears = linears
         self.sizes = [each.out_features for each in linears]
-        self.adds: Adds | None = None  # what adapters do to the output
+        self.around: Callable[[Tensor, Product], Tensor] | None = None  # adapters: the product of an input, and more
         self._module = module
         self._weight, self._bias = (f"{'_'.join(parts)}_{name}" for name in ("weight", "bias"))
         # Not parameters: a checkpoint has none of them. Buffers, so that they go where the module's memory goes.
@@ -44,10 +44,10 @@ class Fused:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., sum of out], all parts side by side."""
-        y = linear(x, getattr(self._module, self._weight), getattr(self._module, self._bias))
-        if self.adds is not None:
-            self.adds(x, y)
-        return y
+        return self._product(x) if self.around is None else self.around(x, self._product)
+
+    def _product(self, x: Tensor) -> Tensor:
+        return linear(x, getattr(self._module, self._weight), getattr(self._module, self._bias))
 
     def part(self, x: Tensor, index: int) -> Tensor:
         """What one of the layers gives. The others' parts are kept for whoever asks next with the same tensor; each is

@@ -8,8 +8,9 @@ computed as one product (fused.py) have one stack of weights, with a part for ea
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from .fused import Fused, Part
+from .fused import Fused, Part, Product
 from .lora_files import Pair
 
 Slots = npt.NDArray[np.int32]
@@ -103,6 +104,23 @@ class Forward:
         self.routing: Routing | ReadRouting | None = None
         self.called: set[str] | None = None
         self.read: set[str] = set()  # layers whose weights somebody else computes with: see `added_to`
+        self._side: torch.cuda.Stream | None = None
+
+    @contextlib.contextmanager
+    def beside(self, work: Callable[[], None]) -> Iterator[None]:
+        """Do this work beside what is inside: in a graph that is being captured, as a branch of its own. Elsewhere
+        streams cost the host more than they gain the device, and it is done before."""
+        if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            work()
+            yield
+            return
+        current = torch.cuda.current_stream()
+        self._side = self._side or torch.cuda.Stream()
+        self._side.wait_stream(current)
+        with torch.cuda.stream(self._side):
+            work()
+        yield
+        current.wait_stream(self._side)
 
 
 class Stack:
@@ -132,21 +150,25 @@ class Stack:
         """Whether kernels add all slots at once."""
         return self._kernels is not None
 
-    def add(self, x: Tensor, y: Tensor) -> None:
-        """What belongs to this input, to this output, in place."""
+    def around(self, x: Tensor, product: Product) -> Tensor:
+        """The product of an input, and what adapters add to it."""
         if self.forward.called is not None:
             self.forward.called.update(self.names)
-        routing = self.forward.routing
+        routing, flat = self.forward.routing, x.reshape(-1, x.shape[-1])
         if routing is None:
-            return
-        rows, width = x.numel() // x.shape[-1], y.shape[-1]
+            return product(x)
         if self._kernels is None:
+            y = product(x)
             for part in self.parts:
-                part.add(routing, x.reshape(rows, -1), y.view(rows, width)[:, part.columns])
-            return
-        check_tokens(self.names[0], rows, routing)
-        flat = x.reshape(rows, -1)
-        self._kernels.add(flat, y.view(rows, width), self.a, self.b, self.ranks, routing.on_device, self._blocks)
+                part.add(routing, flat, y.view(len(flat), -1)[:, part.columns])
+            return y
+        check_tokens(self.names[0], len(flat), routing)
+        shrunk = self._kernels.room(flat, self.a)
+        slots = routing.on_device
+        with self.forward.beside(lambda: self._kernels.shrink(flat, self.a, self.ranks, slots, shrunk)):
+            y = product(x)
+        self._kernels.expand(shrunk, y.view(len(flat), -1), self.b, self.ranks, slots, self._blocks)
+        return y
 
 
 class Wrapped:
@@ -163,14 +185,12 @@ class Wrapped:
         self.in_use: list[Pair | None] = [None] * len(self.a)  # [in, rank] and [rank, out] of each slot, as they are
         self.base: Any = linear.forward
         if isinstance(linear.forward, Part):
-            linear.forward.fused.adds = stack.add
+            linear.forward.fused.around = stack.around
         else:
             linear.forward = self  # type: ignore[method-assign]
 
     def __call__(self, input: Tensor) -> Tensor:
-        y: Tensor = self.base(input)
-        self.stack.add(input, y)
-        return y
+        return self.stack.around(input, self.base)
 
     def present(self, routing: Routing | ReadRouting, tokens: int) -> list[Added]:
         """What is added to the outputs of a batch of so many tokens."""

@@ -18,7 +18,7 @@ from torch import Tensor
 _TOKENS = 64  # of a program
 _IN, _IN_EXACT = 128, 32  # columns of x that a program reads at once
 _OUT = 128  # columns of y that a program writes
-_LEAST_SPLIT, _MOST_SPLITS = 512, 8
+_LEAST_SPLIT, _MOST_SPLITS = 1024, 8
 _WARPS = 4
 
 
@@ -96,37 +96,44 @@ def out_blocks(sizes: list[int], device: torch.device) -> Tensor:
     return torch.tensor(found, dtype=torch.int32, device=device)
 
 
-def add(x: Tensor, y: Tensor, a: Tensor, b: Tensor, ranks: Tensor, slots: Tensor, blocks: Tensor) -> None:
-    """Add to y [T, out] in place what the adapters of its tokens make of x [T, in].
+def room(x: Tensor, a: Tensor) -> Tensor:
+    """Memory for what `shrink` makes of x [T, in]: [splits, parts, T, rank]."""
+    return torch.empty((_splits(x)[1], a.shape[1], len(x), a.shape[2]), dtype=torch.float32, device=x.device)
 
-    a [slots + 1, parts, rank, in] and b [slots + 1, out, rank]; `ranks` [slots + 1, parts] says how many of a rank's
-    rows are meant, 0: nothing is added. `slots` [T] int32: 0 is the base model. `blocks`: from `out_blocks`.
-    """
+
+def shrink(x: Tensor, a: Tensor, ranks: Tensor, slots: Tensor, shrunk: Tensor) -> None:
+    """x [T, in] by the A of each token's slot, in splits of the sum. a [slots + 1, parts, rank, in]; `ranks`
+    [slots + 1, parts] says how many of a rank's rows are meant, 0: nothing is added. `slots` [T] int32: 0 is the base
+    model."""
     tokens, width = x.shape
     rows, parts, stored, _ = a.shape
-    rank = max(16, triton.next_power_of_2(stored))
-    splits = max(1, min(_MOST_SPLITS, width // _LEAST_SPLIT))
-    split = triton.cdiv(triton.cdiv(width, splits), _IN) * _IN  # whole steps
-    splits = triton.cdiv(width, split)
-    h = torch.empty((splits, parts, tokens, stored), dtype=torch.float32, device=x.device)
+    split, splits = _splits(x)
     exact = x.dtype is torch.float32
-    shared = {"PARTS": parts, "RANK": rank, "STORED": stored, "EXACT": exact, "TOKENS": _TOKENS, "num_warps": _WARPS}
-    over = triton.cdiv(tokens, _TOKENS), rows - 1
-    _shrink_kernel[(*over, parts * splits)](
-        x,
-        a,
-        h,
-        slots,
-        ranks,
-        tokens,
-        width,
-        x.stride(0),
-        a.stride(0),
-        a.stride(1),
-        SPLIT=split,
-        IN=_IN_EXACT if exact else _IN,
-        **shared,
-    )
-    _expand_kernel[(*over, len(blocks))](
-        h, b, y, slots, ranks, blocks, tokens, y.stride(0), b.stride(0), SPLITS=splits, OUT=_OUT, **shared
-    )
+    _shrink_kernel[(triton.cdiv(tokens, _TOKENS), rows - 1, parts * splits)](
+        x, a, shrunk, slots, ranks, tokens, width, x.stride(0), a.stride(0), a.stride(1),
+        PARTS=parts, SPLIT=split, RANK=_padded(stored), STORED=stored, EXACT=exact,
+        TOKENS=_TOKENS, IN=_IN_EXACT if exact else _IN, num_warps=_WARPS,
+    )  # fmt: skip
+
+
+def expand(shrunk: Tensor, y: Tensor, b: Tensor, ranks: Tensor, slots: Tensor, blocks: Tensor) -> None:
+    """Add to y [T, out] in place what the B of each token's slot makes of that. b [slots + 1, out, rank]; `blocks`:
+    from `out_blocks`."""
+    splits, parts, tokens, stored = shrunk.shape
+    _expand_kernel[(triton.cdiv(tokens, _TOKENS), len(b) - 1, len(blocks))](
+        shrunk, b, y, slots, ranks, blocks, tokens, y.stride(0), b.stride(0),
+        PARTS=parts, SPLITS=splits, RANK=_padded(stored), STORED=stored, EXACT=y.dtype is torch.float32,
+        TOKENS=_TOKENS, OUT=_OUT, num_warps=_WARPS,
+    )  # fmt: skip
+
+
+def _splits(x: Tensor) -> tuple[int, int]:
+    """How many columns of x a program adds up, and how many programs there are for that."""
+    width = x.shape[1]
+    few = max(1, min(_MOST_SPLITS, width // _LEAST_SPLIT))
+    split = triton.cdiv(triton.cdiv(width, few), _IN) * _IN
+    return split, triton.cdiv(width, split)
+
+
+def _padded(rank: int) -> int:
+    return max(16, int(triton.next_power_of_2(rank)))

@@ -20,8 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE = 2048  # weights that are compared with eight patterns at once
-_LONG = 8192  # weights that are looked at once
+_TILE = 1024  # weights that are compared with eight patterns at once
+_LONG = 4096  # weights that are looked at once
+_WARPS = 16
 
 
 @triton.jit
@@ -139,7 +140,7 @@ def choose(weights: Tensor, numbers: Tensor) -> Tensor:
     scratch = torch.empty((rows, width), dtype=torch.int32, device=weights.device)
     _choose_kernel[(rows,)](
         weights.view(torch.int32), scratch, numbers, tokens, width, weights.stride(0),
-        LEAST=_pattern(2.0**-40), ONE=_pattern(1.0), TILE=_TILE, LONG=_LONG, num_warps=16,
+        LEAST=_pattern(2.0**-40), ONE=_pattern(1.0), TILE=_TILE, LONG=_LONG, num_warps=_WARPS,
     )  # fmt: skip
     return tokens
 
