@@ -52,9 +52,11 @@ class _List(NamedTuple):
 
 
 class _Size(NamedTuple):
-    """A step's size as kernels and graphs see it: tokens and rows with their padding, and how tiles are cut."""
+    """A step's size as kernels and graphs see it: tokens and rows with their padding, and how tiles are cut. `single`:
+    every row has one token, and tiles are small whatever the number of rows."""
 
     tokens: int
+    single: bool
     rows: int
     built: tuple[kernels.Built, ...]  # by work list
     items: tuple[int, ...]
@@ -95,7 +97,12 @@ class GpuExecutor(ModelExecutor):
         sizes = [kernels.Scratch.sizes(built) for size in self._every_size() for built in size.built]
         numbers, rows = (max(column) for column in zip(*sizes, (1, 1), strict=True))
         self._scratch = kernels.Scratch(numbers, rows, self.device)
-        self._sizes = {tokens: self._size(tokens, min(tokens, self._rows)) for tokens in self._padded}
+        self._sizes = {
+            (tokens, single): self._size(tokens, min(tokens, self._rows), single)
+            for tokens in self._padded
+            for single in (False, True)
+            if not single or tokens <= (self._bucket(slots) or 0)
+        }
         self._ready: deque[Any] = deque()  # for each plan that runs: the event after its read-back
         self._columns = columns
         self.graphs, self.adapted_graphs = Graphs(self.device), Graphs(self.device)
@@ -112,27 +119,29 @@ class GpuExecutor(ModelExecutor):
     # ---- sizes
 
     def _every_size(self) -> list[_Size]:
-        return [self._size(tokens, tokens) for tokens in (*self._padded, self._buffer_tokens)]
+        several = [self._size(tokens, tokens, False) for tokens in (*self._padded, self._buffer_tokens)]
+        return [*several, *(self._size(tokens, tokens, True) for tokens in self._padded)]
 
     @property
     def _buffer_tokens(self) -> int:
         return len(self._buffer.device.tokens)
 
-    def _built(self, each: _List, tokens: int) -> kernels.Built:
+    def _built(self, each: _List, tokens: int, single: bool) -> kernels.Built:
         """Small tiles where decode rows are alone, large ones for chunks."""
-        tuned = kernels.SMALL if tokens <= 64 else kernels.MIDDLE if tokens <= BUCKETS[-1] else kernels.LARGE
+        tuned = kernels.SMALL if tokens <= 64 or single else kernels.MIDDLE if tokens <= BUCKETS[-1] else kernels.LARGE
         return kernels.build(each.shape, tuned, self._processors)
 
     def _list_room(self, each: _List, largest: int) -> ListRoom:
         """Room for the largest step, whatever its tiles are."""
-        tiles = [(self._built(each, tokens).tiles, tokens) for tokens in (*self._padded, largest)]
+        sizes = (*((tokens, single) for tokens in self._padded for single in (False, True)), (largest, False))
+        tiles = [(self._built(each, tokens, single).tiles, tokens) for tokens, single in sizes]
         items = max(some.most_items(min(self._slots, tokens), tokens) for some, tokens in tiles)
         return ListRoom(items, max(some.most_parts() // 2 for some, _ in tiles))
 
-    def _size(self, tokens: int, rows: int) -> _Size:
-        built = tuple(self._built(each, tokens) for each in self._lists)
+    def _size(self, tokens: int, rows: int, single: bool) -> _Size:
+        built = tuple(self._built(each, tokens, single) for each in self._lists)
         items = tuple(each.tiles.most_items(min(self._slots, tokens), tokens) for each in built)
-        return _Size(tokens, rows, built, items, tuple(each.tiles.most_parts() // 2 for each in built))
+        return _Size(tokens, single, rows, built, items, tuple(each.tiles.most_parts() // 2 for each in built))
 
     def _bucket(self, tokens: int) -> int | None:
         return next((size for size in self._padded if tokens <= size), None)
@@ -141,15 +150,14 @@ class GpuExecutor(ModelExecutor):
 
     def capture(self) -> None:
         """Make the graphs, if the model can be captured; said either way."""
-        most = self._padded[-1] if self._state is None else self._bucket(self._slots) or self._padded[-1]
-        sizes = [size for tokens, size in self._sizes.items() if tokens <= most]
+        sizes = {key: size for key, size in self._sizes.items() if self._state is None or size.single}
         blank = self._buffer.packing()
         blank.whole[:] = 0
         blank.targets[:] = self._slots
         self._buffer.send()
-        self.graphs.capture({size.tokens: partial(self._compute, size) for size in sizes})
-        if self._adapting(sizes[0]) is not None:
-            self.adapted_graphs.capture({size.tokens: partial(self._compute_adapted, size) for size in sizes})
+        self.graphs.capture({key: partial(self._compute, size) for key, size in sizes.items()})
+        if self._can_adapt():
+            self.adapted_graphs.capture({key: partial(self._compute_adapted, size) for key, size in sizes.items()})
 
     def _compute(self, size: _Size) -> Tensor:
         """A step of padded size whose numbers are on the device. The likeliest tokens are taken; all logits are
@@ -169,6 +177,9 @@ class GpuExecutor(ModelExecutor):
 
     def _adapting(self, size: _Size) -> AbstractContextManager[Any] | None:
         return self.hooks.adapting(self._buffer.device.adapters[: size.tokens])
+
+    def _can_adapt(self) -> bool:
+        return self.hooks.adapting(self._buffer.device.adapters) is not None
 
     def _forward(self, size: _Size, singles: Tensor | None, states: recurrent.Rows | None = None) -> Tensor:
         """`singles`: every row has one token, and its state is where the buffer says."""
@@ -205,13 +216,14 @@ class GpuExecutor(ModelExecutor):
         bucket = self._bucket(parts[0].last) if len(parts) == 1 and not scored and self._one_size(plan) else None
         scores: list[_Scores] = []
         if bucket is not None:
-            size, adapters = self._sizes[bucket], self.hooks.adapter_slots(plan)
+            key = bucket, int(batch.lengths.max()) == 1
+            size, adapters = self._sizes[key], self.hooks.adapter_slots(plan)
             self._send(plan, parts[0], size, plain=plain, adapters=adapters)
             if adapters is None:
                 with self.hooks.adapted(plan, slice(0, parts[0].last)):
-                    logits = self.graphs.run(bucket, partial(self._compute, size))
+                    logits = self.graphs.run(key, partial(self._compute, size))
             else:
-                logits = self.adapted_graphs.run(bucket, partial(self._compute_adapted, size))
+                logits = self.adapted_graphs.run(key, partial(self._compute_adapted, size))
         else:
             logits = self._in_pieces(plan, parts, scored, scores)
         self._copy(plan.copies, "after")
@@ -222,7 +234,7 @@ class GpuExecutor(ModelExecutor):
         """Whether a plan can be computed in a padded size. Not so where chunks of states are in it, or adapters that
         kernels cannot apply."""
         if any(adapter is not None for adapter in plan.batch.adapters):
-            if self._adapting(self._sizes[self._padded[0]]) is None:
+            if not self._can_adapt():
                 return False
         return self._state is None or int(plan.batch.lengths.max()) == 1
 
@@ -233,7 +245,7 @@ class GpuExecutor(ModelExecutor):
         found = []
         for at, piece in enumerate(parts):
             flat_rows, which = self._wanted(plan, piece, scored)
-            size = self._size(piece.last - piece.first, max(1, len(flat_rows)))
+            size = self._size(piece.last - piece.first, max(1, len(flat_rows)), False)
             self._send(plan, piece, size, wanted=flat_rows, changes=at == 0)
             table = None if self._state is None else plan.tables[self._state][plan.batch.slots[piece.rows], 0]
             ends = np.cumsum(piece.lengths)
@@ -248,11 +260,10 @@ class GpuExecutor(ModelExecutor):
         return torch.cat(found) if len(found) > 1 else found[0]
 
     def _drawn(self, plan: Plan, rows: list[int], logits: Tensor, plain: bool) -> Sampled:
-        """The tokens of a plan's rows; `plain`: the graph has taken the likeliest already."""
+        """The tokens of a plan's rows; `plain`: the likeliest have been taken already. They are in `_out` too."""
         n = len(rows)
         if plain:
-            none = np.zeros(0, np.int64)
-            return Sampled(self._out[0, :n], self._out[1, :n].bool(), none, None)
+            return Sampled(self._out[0, :n], self._out[1, :n], np.zeros(0, np.int64), None)
         drawn = self.hooks.draw(logits[:n], plan, rows)
         if n:
             slots = self._put(plan.batch.slots[rows])
@@ -367,7 +378,8 @@ class GpuExecutor(ModelExecutor):
         """Copies of everything on host, which are there once the event is."""
         plan, rows, drawn, scores = running
         told = None if drawn.logprobs is None else Logprobs(*map(self._host, drawn.logprobs))
-        drawn = Sampled(self._host(drawn.tokens), self._host(drawn.bad), drawn.asked, told)
+        tokens, bad = self._host(self._out[:, : len(rows)])
+        drawn = Sampled(tokens, bad, drawn.asked, told)
         scores = [
             _Scores(row, first, self._host(tokens), Logprobs(*map(self._host, logprobs)))
             for row, first, tokens, logprobs in scores

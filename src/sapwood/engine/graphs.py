@@ -1,5 +1,5 @@
-"""CUDA graphs of steps, one for each padded size, in one pool of memory. A graph replays what was issued while it was
-captured, at the same addresses: whatever changes from step to step is read from memory, and checked before."""
+"""CUDA graphs of steps, one for each padded size and kind, in one pool of memory. A graph replays what was issued while
+it was captured, at the same addresses: whatever changes from step to step is read from memory, and checked before."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 log = logging.getLogger(__name__)
+Key = tuple[int, bool]  # tokens, and whether every row has one
 BUCKETS = (64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)  # tokens; padding is almost free up to 128
 
 
@@ -20,12 +21,12 @@ class Graphs:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._graphs: dict[int, tuple[Any, Tensor]] = {}
+        self._graphs: dict[Key, tuple[Any, Tensor]] = {}
         self.seconds, self.mebibytes = 0.0, 0  # what capturing took
         self.enabled = True  # False: what is captured is not used, for comparison
 
     @torch.inference_mode()
-    def capture(self, steps: Mapping[int, Callable[[], Tensor]]) -> None:
+    def capture(self, steps: Mapping[Key, Callable[[], Tensor]]) -> None:
         """Capture each, the largest first: the others fit into its memory. Where one cannot be captured, none is."""
         begin, free = time.perf_counter(), torch.cuda.mem_get_info(self.device)[0]
         stream = torch.cuda.Stream(self.device)
@@ -46,8 +47,8 @@ class Graphs:
         torch.cuda.current_stream(self.device).wait_stream(stream)
         self.mebibytes = max(0, free - torch.cuda.mem_get_info(self.device)[0]) >> 20
         self.seconds = time.perf_counter() - begin
-        told = (len(steps), max(steps), self.seconds, self.mebibytes)
-        log.info("graphs of steps: %d sizes up to %d tokens, %.1f s, %d MiB", *told)
+        told = (len(steps), max(steps)[0], self.seconds, self.mebibytes)
+        log.info("graphs of steps: %d, of up to %d tokens, %.1f s, %d MiB", *told)
 
     @staticmethod
     def _captured(step: Callable[[], Tensor], pool: Any) -> tuple[Any, Tensor]:
@@ -60,9 +61,9 @@ class Graphs:
 
     @property
     def sizes(self) -> list[int]:
-        return sorted(self._graphs)
+        return sorted({tokens for tokens, _ in self._graphs})
 
-    def run(self, size: int, step: Callable[[], Tensor]) -> Tensor:
+    def run(self, size: Key, step: Callable[[], Tensor]) -> Tensor:
         """The logits of a step of this size. They are valid until the next one."""
         if size not in self._graphs or not self.enabled:
             return step()

@@ -71,7 +71,7 @@ class LLM:
     command line, with underscores. Close it, or use it in a `with`."""
 
     def __init__(self, model: str | None = None, **flags: Any) -> None:
-        self.engine = Engine(from_flags(model, flags))
+        self.engine = Engine(from_flags(model, {"max_mixed_tokens": 0, **flags}))  # nobody waits for single tokens
         self._numbers = itertools.count()
 
     def __enter__(self) -> LLM:

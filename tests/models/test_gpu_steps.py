@@ -1,0 +1,74 @@
+"""The executor of a GPU on a CPU, under Triton's interpreter: the same tokens as the other executor's, whatever the
+architecture; with chunks, shared prefixes, one step ahead, failing steps, penalties and log-probabilities. Graphs and
+speed are for `make gpu-check` and `make gpu-bench`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton", reason="Triton is not installed")
+if tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4):
+    pytest.skip("Triton's interpreter needs numpy before 2.4", allow_module_level=True)
+
+from sapwood.engine import core
+from sapwood.engine.gpu_steps import GpuExecutor
+from sapwood.engine.llm import LLM
+from sapwood.engine.params import SamplingParams
+
+from .zoo import build, prompt, torch
+
+if torch.cuda.is_available():
+    pytest.skip("on a GPU this is for `make gpu-check`", allow_module_level=True)
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # of the interpreter
+FLAGS: dict[str, Any] = {"dtype": "float32", "device_cache": "1MiB", "max_num_seqs": 4, "page_size": 8}
+FLAGS |= {"max_model_len": 96, "max_num_batched_tokens": 24, "progress": False, "device": "cpu"}
+SHARED = prompt(1, 20)
+PROMPTS = [SHARED + prompt(2, 9), prompt(3, 5), SHARED + prompt(4, 3), SHARED + prompt(2, 9)]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=4),
+    SamplingParams(temperature=0, max_tokens=5, presence_penalty=1.5, logprobs=2),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=3),
+    SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=1),
+]
+
+
+def answers(folder: Any, overlap: int, fails: bool = False) -> list[Any]:
+    with LLM(str(folder), overlap=overlap, **FLAGS) as llm:
+        if fails:
+            begin, steps = llm.engine.executor.begin, iter(range(100))
+
+            def sometimes(plan: Any) -> None:
+                if next(steps) in (1, 4):
+                    raise RuntimeError("on purpose")
+                begin(plan)
+
+            llm.engine.executor.begin = sometimes  # type: ignore[method-assign]
+        outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in PROMPTS], PARAMS, use_tqdm=False)
+        assert isinstance(llm.engine.executor, GpuExecutor) == core.has_kernels(llm.engine.device, "float32")
+    return [
+        (
+            output.outputs[0].token_ids,
+            output.num_cached_tokens,
+            [sorted(each) for each in output.outputs[0].logprobs or ()],
+            [each and sorted(each) for each in output.prompt_logprobs or ()],
+        )
+        for output in outputs
+    ]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt-oss", "bamba", "deepseek-v3"])
+def test_the_same_as_the_other_executor(name, tmp_path, monkeypatch):
+    """Mutation: `GpuExecutor._send` forgets `write_from`, the changes of tables, or what -1 stands for."""
+    build(name, torch.float32).save_pretrained(tmp_path)
+    right = answers(tmp_path, 1)
+    assert len({tuple(tokens) for tokens, *_ in right}) > 2
+    monkeypatch.setattr(core, "has_kernels", lambda device, dtype: True)
+    assert answers(tmp_path, 1) == right
+    if name == "qwen3":
+        for each in (answers(tmp_path, 0), answers(tmp_path, 1, fails=True)):
+            assert [tokens for tokens, *_ in each] == [tokens for tokens, *_ in right]
