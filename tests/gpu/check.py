@@ -5,6 +5,7 @@ parity      logits of many architectures in bf16, against transformers' own in f
             transformers' own in bf16, and what is wrong on purpose is seen
 graphs      a graph's logits and the same step's without it, bit for bit, over random mixes
 ahead       one step ahead and step by step: the same tokens
+every       each architecture as an engine: with graphs, if it can be captured, and without; the same tokens
 cached      an answer with its prompt in the cache: as far from the cold one as bf16 is from itself
 """
 
@@ -64,8 +65,10 @@ class Noting(GpuExecutor):
         return iter(())
 
 
-def ours(model: Any, prompts: list[Any], tokens: int) -> list[torch.Tensor]:
+def ours(name: str, prompts: list[Any], tokens: int) -> list[torch.Tensor]:
     """The logits of every prompt's positions, computed on pages in steps of so many tokens."""
+    model = wide(name)
+    patch_for(model, torch.device("cuda"))
     served = ServedModel(model, PAGE)
     pages = {"state": 16}
     groups = [
@@ -116,13 +119,12 @@ def parity(names: list[str]) -> None:
         right = theirs(model.float(), prompts)
         model = model.to(torch.bfloat16)
         noise = far((stepped if name == "mamba" else theirs)(model, prompts), right)
-        patched = patch_for(model, torch.device("cuda"))
-        told = [noise, far(ours(model, prompts, 1024), right), far(ours(model, prompts, 48), right)]
+        told = [noise, far(ours(name, prompts, 1024), right), far(ours(name, prompts, 48), right)]
         if any(hasattr(module, "q_proj") or hasattr(module, "q_b_proj") for module in model.modules()):
             for keys in (1, PAGE):
                 with blind(keys):
-                    told.append(far(ours(model, prompts, 1024), right))
-        say(f"{name:14}" + "".join(f"{f'{d:.4f} ({same:.3f})':>18}" for d, same in told) + f"  {len(patched)} patched")
+                    told.append(far(ours(name, prompts, 1024), right))
+        say(f"{name:14}" + "".join(f"{f'{d:.4f} ({same:.3f})':>18}" for d, same in told))
         for got in told[1:3]:
             must(got[0] <= 1.05 * noise[0], f"{name}: {got[0]:.4f} off, and transformers itself {noise[0]:.4f}")
         seen = (max if noise[0] > 0.1 else min)([each[0] for each in told[3:]], default=1.0)
@@ -150,7 +152,7 @@ def graphs() -> None:
         counts = {"steps": 0, "different": 0}
         run = executor.graphs.run
 
-        def both(size: int, step: Any) -> Any:
+        def both(size: Any, step: Any) -> Any:
             kept = {name: rows.clone() for name, rows in executor.arena.rows.items()}
             last = executor._last.clone()
             executor.graphs.enabled = False
@@ -214,6 +216,30 @@ def cached() -> None:
         must(off <= 2 * floor + 1e-3 and tokens > 5000, f"cached answers are off by {off}, the floor is {floor}")
 
 
+def every() -> None:
+    """Which architectures can be captured, and that their graphs compute what they should."""
+    rng = np.random.default_rng(4)
+    some: list[Any] = [{"prompt_token_ids": rng.integers(1, 4000, n).tolist()} for n in (300, 70, 5, 130, 41, 260)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    for name in CONFIGS:
+        config = wide(name).config.to_dict()
+        found = {}
+        for eager in (False, True):
+            flags = {"max_model_len": 512, "device_cache": "512MiB", "max_num_seqs": 8, "enforce_eager": eager}
+            with opened(config, **flags) as llm:
+                executor: Any = llm.engine.executor
+                sizes = executor.graphs.sizes
+                outputs = llm.generate(some, params, use_tqdm=False)
+                found[eager] = [output.outputs[0].token_ids for output in outputs], sizes
+                must(not any(output.error for output in outputs), f"{name}: {[o.error for o in outputs if o.error]}")
+        same = sum(a == b for a, b in zip(found[False][0], found[True][0], strict=True))
+        kinds = sum(len(set(tokens)) for tokens in found[True][0])
+        say(
+            f"{name:14} {len(found[False][1])} sizes captured; {same} of {len(some)} as without graphs ({kinds} tokens)"
+        )
+        must(same == len(some), f"{name}: {same} of {len(some)} answers are the same with graphs")
+
+
 def kernels() -> None:
     files = ["tests/engine/test_triton_attention.py", "tests/engine/test_triton_kernels.py"]
     ran = subprocess.run(
@@ -224,10 +250,10 @@ def kernels() -> None:
 
 
 def main(names: list[str]) -> None:
-    every: dict[str, Any] = {"graphs": graphs, "ahead": ahead, "cached": cached, "kernels": kernels}
-    for name in names or every:
-        if name in every:
-            every[name]()
+    checks: dict[str, Any] = {"graphs": graphs, "ahead": ahead, "cached": cached, "every": every, "kernels": kernels}
+    for name in names or checks:
+        if name in checks:
+            checks[name]()
     if not names or "parity" in names:
         parity([name for name in CONFIGS if name in names] or list(CONFIGS))
     say("right" if not _WRONG else f"{len(_WRONG)} WRONG")
