@@ -12,6 +12,7 @@ cached      an answer with its prompt in the cache: as far from the cold one as 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import time
@@ -222,21 +223,19 @@ def every() -> None:
     some: list[Any] = [{"prompt_token_ids": rng.integers(1, 4000, n).tolist()} for n in (300, 70, 5, 130, 41, 260)]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     for name in CONFIGS:
-        config = wide(name).config.to_dict()
+        config = {**json.loads(wide(name).config.to_json_string(use_diff=False)), "dtype": "bfloat16"}
         found = {}
         for eager in (False, True):
             flags = {"max_model_len": 512, "device_cache": "512MiB", "max_num_seqs": 8, "enforce_eager": eager}
             with opened(config, **flags) as llm:
                 executor: Any = llm.engine.executor
-                sizes = executor.graphs.sizes
                 outputs = llm.generate(some, params, use_tqdm=False)
-                found[eager] = [output.outputs[0].token_ids for output in outputs], sizes
+                found[eager] = [output.outputs[0].token_ids for output in outputs], executor.graphs.sizes
                 must(not any(output.error for output in outputs), f"{name}: {[o.error for o in outputs if o.error]}")
         same = sum(a == b for a, b in zip(found[False][0], found[True][0], strict=True))
         kinds = sum(len(set(tokens)) for tokens in found[True][0])
-        say(
-            f"{name:14} {len(found[False][1])} sizes captured; {same} of {len(some)} as without graphs ({kinds} tokens)"
-        )
+        sizes = len(found[False][1])
+        say(f"{name:14} {sizes} sizes captured; {same} of {len(some)} as without graphs ({kinds} different tokens)")
         must(same == len(some), f"{name}: {same} of {len(some)} answers are the same with graphs")
 
 
