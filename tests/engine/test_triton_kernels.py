@@ -111,7 +111,7 @@ def lora_case(tokens: int, sizes: list[int], width: int, rank: int, dtype: torch
 def add(x: Any, y: Any, a: Any, b: Any, ranks: Any, of: Any, sizes: list[int]) -> None:
     shrunk = triton_lora.room(x, a).fill_(torch.nan)
     triton_lora.shrink(x, a, ranks, of, shrunk)
-    triton_lora.expand(shrunk, y, b, ranks, of, triton_lora.out_blocks(sizes, y.device))
+    triton_lora.expand(shrunk, y, b, ranks, of, triton_lora.out_blocks(sizes, a))
 
 
 @pytest.mark.parametrize("dtype", PRODUCTS)

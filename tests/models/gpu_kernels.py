@@ -37,14 +37,6 @@ FAMILIES = ("llama", "qwen3", "mistral", "gemma2", "gemma3")
 ROWS, VOCABULARY = 64, 151_936
 ATTENTION_MS = 1.46  # of a decode step at 64 and context 576, which is left out here
 RANK, LORAS = 16, 4
-TUNINGS = [  # of the adapters' kernels
-    (1024, 8, 128, 128, 4),
-    (512, 8, 128, 128, 4),
-    (1024, 8, 256, 256, 8),
-    (2048, 8, 128, 128, 4),
-    (1024, 4, 128, 128, 8),
-    (4096, 4, 256, 128, 8),
-]
 
 
 def say(line: str) -> None:
@@ -343,7 +335,6 @@ def _adapters(model: Any, base: float) -> None:
     one = milliseconds(replay)
     with adapters.applied(None):
         bare = milliseconds(captured(model)[0])
-    _tunings(model, adapters, routing.on_device)
 
     def ratio(ms: float) -> str:
         return f"{ms:.2f} = {(ms + ATTENTION_MS) / (base + ATTENTION_MS):.2f}"
@@ -355,18 +346,24 @@ def _adapters(model: Any, base: float) -> None:
     )
 
 
-def _tunings(model: Any, adapters: Adapters, slots: Any) -> None:
-    from sapwood.engine import triton_lora as kernels
-
-    names = ("_LEAST_SPLIT", "_MOST_SPLITS", "_IN", "_OUT", "_WARPS")
-    for values in TUNINGS:
-        for name, value in zip(names, values, strict=True):
-            setattr(kernels, name, value)
-        for stack in adapters._stacks:
-            stack._blocks = kernels.out_blocks([part.shape[0] for part in stack.parts], slots.device)
-        with adapters.applied(ReadRouting(slots)):
-            ms = milliseconds(captured(model)[0])
-        say(f"| mixed, {dict(zip(names, values, strict=True))} | {ms:.2f} |")
+def figure_memory() -> None:
+    """What patching leaves of the card's memory, for weights that came from a file: transformers puts them side by side
+    into one piece of memory, in which fused ones find no room."""
+    with tempfile.TemporaryDirectory() as folder:
+        with qwen3_8b(layers=6) as model:
+            model.save_pretrained(folder, max_shard_size="20GB")
+        del model
+        torch.cuda.empty_cache()
+        whole = torch.cuda.mem_get_info()[0]
+        loaded = load_model(find_model(folder, load_format="auto"), dtype="auto", device="cuda")
+        torch.cuda.empty_cache()
+        before = whole - torch.cuda.mem_get_info()[0]
+        patched = patch_for(loaded, torch.device("cuda"))
+        after, used = whole - torch.cuda.mem_get_info()[0], torch.cuda.memory_allocated()
+        assert patched
+        say(
+            f"| 6 layers from a file, MB taken | {before / 1e6:.0f} | patched {after / 1e6:.0f} | used {used / 1e6:.0f} |"
+        )
 
 
 def figure_sampling() -> None:
@@ -398,10 +395,8 @@ def figure_sampling() -> None:
     weights = ((logits.float() - logits.float().amax(-1, keepdim=True)) / 0.8).exp()
     numbers = torch.tensor([[0.0, 50, 0.9, 0.4]] * ROWS, dtype=torch.float64, device="cuda")
     whole = torch.tensor([[0.0, VOCABULARY, 0.9, 0.4]] * ROWS, dtype=torch.float64, device="cuda")
-    for tile, long, warps in ((1024, 4096, 16), (1024, 4096, 8), (1024, 2048, 16), (512, 4096, 8), (1024, 4096, 32)):
-        triton_sampling._TILE, triton_sampling._LONG, triton_sampling._WARPS = tile, long, warps
-        told = [f"{milliseconds(lambda n=n: triton_sampling.choose(weights, n)):.3f}" for n in (numbers, whole)]
-        say(f"| the kernel, tiles {tile}, {long}, warps {warps} | top_k 50, top_p 0.9: {told[0]} | top_p: {told[1]} |")
+    told = [f"{milliseconds(lambda n=n: triton_sampling.choose(weights, n)):.3f}" for n in (numbers, whole)]
+    say(f"| the kernel alone, ms | top_k 50, top_p 0.9: {told[0]} | top_p 0.9: {told[1]} |")
 
 
 def figure_transfers() -> None:
@@ -459,7 +454,7 @@ def figure_transfers() -> None:
 
 
 CHECKS = (check_kernels, check_patched_models, check_adapters, check_served_adapters)
-FIGURES = (figure_layers, figure_sampling, figure_transfers)
+FIGURES = (figure_layers, figure_memory, figure_sampling, figure_transfers)
 
 
 def main(names: list[str]) -> int:

@@ -22,6 +22,7 @@ from .fused import Fused, Part, Product
 from .lora_files import Pair
 
 Slots = npt.NDArray[np.int32]
+_MOST_RANK = 256  # of kernels: a processor has no memory for more
 
 
 class Span(NamedTuple):
@@ -142,8 +143,8 @@ class Stack:
             Wrapped(self, name, part, linear, slice(end - size, end))
             for part, ((name, linear), size, end) in enumerate(zip(layers.items(), sizes, ends, strict=True))
         ]
-        self._kernels = grouped(weight)
-        self._blocks = None if self._kernels is None else self._kernels.out_blocks(sizes, weight.device)
+        self._kernels = grouped(weight) if max_rank <= _MOST_RANK else None
+        self._blocks = None if self._kernels is None else self._kernels.out_blocks(sizes, self.a)
 
     @property
     def grouped(self) -> bool:

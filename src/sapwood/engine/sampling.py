@@ -216,9 +216,11 @@ class Sampler:
         bad = ~best.isfinite()
         beyond = rows.that(_SHAPED | _RANDOM)
         if len(beyond):
-            at = self._put(beyond)
-            whole = len(beyond) == len(logits)
-            x = logits.to(_working_dtype(logits), copy=True) if whole else _working(logits.index_select(0, at))
+            at = self._at(beyond, len(logits))
+            if isinstance(at, slice):
+                x = logits.to(_working_dtype(logits), copy=True)
+            else:
+                x = _working(logits.index_select(0, at))
             tokens[at], best = self._choose(rows.some(beyond), x, tokens[at], None if masks is None else masks[beyond])
             bad[at] = ~best.isfinite()  # also where it was before: to NaN and infinity things are only added
         tokens.masked_fill_(bad, 0)
@@ -247,18 +249,18 @@ class Sampler:
         best = logits.gather(1, tokens[:, None])
         drawn = rows.that(_RANDOM)
         if len(drawn):
-            at = self._put(drawn)
+            those = self._at(drawn, len(logits))
             rows = rows.some(drawn)
             # Weights, not probabilities: 1 for the likeliest, and no sum of floats, in which order would matter.
-            some = logits if len(drawn) == len(logits) else logits.index_select(0, at)
-            ratios = some.sub_(best[at]).div_(self._column(rows.slots, _TEMPERATURE, logits))
+            some = logits if isinstance(those, slice) else logits.index_select(0, those)
+            ratios = some.sub_(best[those]).div_(self._column(rows.slots, _TEMPERATURE, logits))
             weights = ratios.exp_().float()
             if self._kernel is not None:
                 numbers = np.column_stack([self._numbers[rows.slots][:, (_MINIMUM, _K, _P)], self._uniforms(rows)])
-                tokens[at] = self._kernel(weights, self._put(np.ascontiguousarray(numbers)))
+                tokens[those] = self._kernel(weights, self._put(np.ascontiguousarray(numbers)))
             else:
                 self._filter(rows, weights)
-                tokens[at] = self._draw(rows, weights)
+                tokens[those] = self._draw(rows, weights)
         return tokens, best[:, 0]
 
     def _edit(self, rows: _Rows, logits: Tensor) -> None:
@@ -390,6 +392,10 @@ class Sampler:
         if seat is None:
             raise ValueError(f"slot {slot} must be seated before it is sampled")
         return seat
+
+    def _at(self, which: npt.NDArray[np.int64], rows: int) -> Tensor | slice:
+        """An index of some of the rows; one that costs nothing if they are all."""
+        return slice(None) if len(which) == rows else self._put(which)
 
     def _put(self, array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)

@@ -10,16 +10,26 @@ the device's memory, and all shapes are those of the batch: both kernels can be 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 _TOKENS = 64  # of a program
-_IN, _IN_EXACT = 128, 32  # columns of x that a program reads at once
-_OUT = 128  # columns of y that a program writes
 _LEAST_SPLIT, _MOST_SPLITS = 1024, 8
-_WARPS = 4
+_WARPS = 8
+
+
+class _Tiles(NamedTuple):
+    """Columns of x that a program of `shrink` reads at once, and columns of y that one of `expand` writes."""
+
+    columns_in: int
+    columns_out: int
+
+
+_WIDE, _NARROW, _EXACT = _Tiles(256, 256), _Tiles(64, 64), _Tiles(32, 128)
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots_ptr"])
@@ -87,18 +97,25 @@ def _expand_kernel(
     tl.store(y_at, (y.to(tl.float32) + added).to(y.dtype), mask=here)
 
 
-def out_blocks(sizes: list[int], device: torch.device) -> Tensor:
+def _tiles(stack: Tensor) -> _Tiles:
+    """As large as the memory of a processor allows, for a stack [..., rank, in] or [..., rank]."""
+    if stack.dtype is torch.float32:
+        return _EXACT
+    return _WIDE if stack.shape[2] <= 64 else _NARROW
+
+
+def out_blocks(sizes: list[int], a: Tensor) -> Tensor:
     """The pieces in which outputs are written, none of them across two parts: (part, first column, end), int32."""
-    found, first = [], 0
+    found, first, step = [], 0, _tiles(a).columns_out
     for part, size in enumerate(sizes):
-        found += [(part, first + at, first + min(size, at + _OUT)) for at in range(0, size, _OUT)]
+        found += [(part, first + at, first + min(size, at + step)) for at in range(0, size, step)]
         first += size
-    return torch.tensor(found, dtype=torch.int32, device=device)
+    return torch.tensor(found, dtype=torch.int32, device=a.device)
 
 
 def room(x: Tensor, a: Tensor) -> Tensor:
     """Memory for what `shrink` makes of x [T, in]: [splits, parts, T, rank]."""
-    return torch.empty((_splits(x)[1], a.shape[1], len(x), a.shape[2]), dtype=torch.float32, device=x.device)
+    return torch.empty((_splits(a)[1], a.shape[1], len(x), a.shape[2]), dtype=torch.float32, device=x.device)
 
 
 def shrink(x: Tensor, a: Tensor, ranks: Tensor, slots: Tensor, shrunk: Tensor) -> None:
@@ -107,12 +124,12 @@ def shrink(x: Tensor, a: Tensor, ranks: Tensor, slots: Tensor, shrunk: Tensor) -
     model."""
     tokens, width = x.shape
     rows, parts, stored, _ = a.shape
-    split, splits = _splits(x)
+    split, splits = _splits(a)
     exact = x.dtype is torch.float32
     _shrink_kernel[(triton.cdiv(tokens, _TOKENS), rows - 1, parts * splits)](
         x, a, shrunk, slots, ranks, tokens, width, x.stride(0), a.stride(0), a.stride(1),
         PARTS=parts, SPLIT=split, RANK=_padded(stored), STORED=stored, EXACT=exact,
-        TOKENS=_TOKENS, IN=_IN_EXACT if exact else _IN, num_warps=_WARPS,
+        TOKENS=_TOKENS, IN=_tiles(a).columns_in, num_warps=_WARPS,
     )  # fmt: skip
 
 
@@ -123,15 +140,15 @@ def expand(shrunk: Tensor, y: Tensor, b: Tensor, ranks: Tensor, slots: Tensor, b
     _expand_kernel[(triton.cdiv(tokens, _TOKENS), len(b) - 1, len(blocks))](
         shrunk, b, y, slots, ranks, blocks, tokens, y.stride(0), b.stride(0),
         PARTS=parts, SPLITS=splits, RANK=_padded(stored), STORED=stored, EXACT=y.dtype is torch.float32,
-        TOKENS=_TOKENS, OUT=_OUT, num_warps=_WARPS,
+        TOKENS=_TOKENS, OUT=_tiles(b).columns_out, num_warps=_WARPS,
     )  # fmt: skip
 
 
-def _splits(x: Tensor) -> tuple[int, int]:
+def _splits(a: Tensor) -> tuple[int, int]:
     """How many columns of x a program adds up, and how many programs there are for that."""
-    width = x.shape[1]
+    width, step = a.shape[3], _tiles(a).columns_in
     few = max(1, min(_MOST_SPLITS, width // _LEAST_SPLIT))
-    split = triton.cdiv(triton.cdiv(width, few), _IN) * _IN
+    split = triton.cdiv(triton.cdiv(width, few), step) * step
     return split, triton.cdiv(width, split)
 
 

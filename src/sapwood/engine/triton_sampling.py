@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE = 1024  # weights that are compared with eight patterns at once
+_TILE = 512  # weights that are compared with eight patterns at once
 _LONG = 4096  # weights that are looked at once
-_WARPS = 16
+_WARPS = 8
 
 
 @triton.jit
