@@ -361,9 +361,8 @@ def figure_memory() -> None:
         patched = patch_for(loaded, torch.device("cuda"))
         after, used = whole - torch.cuda.mem_get_info()[0], torch.cuda.memory_allocated()
         assert patched
-        say(
-            f"| 6 layers from a file, MB taken | {before / 1e6:.0f} | patched {after / 1e6:.0f} | used {used / 1e6:.0f} |"
-        )
+        taken = [f"{each / 1e6:.0f}" for each in (before, after, used)]
+        say(f"| 6 layers from a file, MB taken | {taken[0]} | patched {taken[1]} | used {taken[2]} |")
 
 
 def figure_sampling() -> None:
