@@ -28,6 +28,18 @@ QWEN3_8B: dict[str, Any] = {
     "eos_token_id": 0,
 }
 
+# In float32, so that tokens can be promised: the company a row is in moves its logits by less than they differ.
+EXACT = {
+    **QWEN3_8B,
+    "num_hidden_layers": 3,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 8192,
+    "dtype": "float32",
+}
+
 
 @contextmanager
 def opened(config: dict[str, Any], **flags: Any) -> Iterator[LLM]:

@@ -16,6 +16,25 @@ Key = tuple[int, bool]  # tokens, and whether every row has one
 BUCKETS = (64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)  # tokens; padding is almost free up to 128
 
 
+class _At:
+    """Memory of the device that belongs to somebody else, as numbers of so many bytes."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "typestr": f"<i{tensor.element_size()}",
+            "data": (tensor.data_ptr(), False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """The same numbers, without keeping their memory: the graphs of one pool all write there."""
+    assert tensor.is_contiguous()
+    return torch.as_tensor(_At(tensor), device=tensor.device).view(tensor.dtype)
+
+
 class Graphs:
     """Graphs by size. Without any, `run` computes as asked: the same, kernel by kernel."""
 
@@ -55,9 +74,10 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
-            return graph, step()
+            logits = step()
         finally:
             graph.capture_end()
+        return graph, _alias(logits)
 
     @property
     def sizes(self) -> list[int]:
