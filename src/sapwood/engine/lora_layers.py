@@ -151,12 +151,18 @@ class Stack:
         """Whether kernels add all slots at once."""
         return self._kernels is not None
 
+    def used_by(self, routing: Routing | ReadRouting) -> bool:
+        """Whether its adapters change any of these layers, as far as the host knows."""
+        if isinstance(routing, ReadRouting):
+            return True
+        return any(part.in_use[slot] is not None for part in self.parts for slot in routing.used)
+
     def around(self, x: Tensor, product: Product) -> Tensor:
         """The product of an input, and what adapters add to it."""
         if self.forward.called is not None:
             self.forward.called.update(self.names)
         routing, flat = self.forward.routing, x.reshape(-1, x.shape[-1])
-        if routing is None:
+        if routing is None or not self.used_by(routing):
             return product(x)
         if self._kernels is None:
             y = product(x)
