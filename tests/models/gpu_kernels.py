@@ -354,12 +354,12 @@ def figure_memory() -> None:
             model.save_pretrained(folder, max_shard_size="20GB")
         del model
         torch.cuda.empty_cache()
-        whole = torch.cuda.mem_get_info()[0]
+        whole, held = torch.cuda.mem_get_info()[0], torch.cuda.memory_allocated()
         loaded = load_model(find_model(folder, load_format="auto"), dtype="auto", device="cuda")
         torch.cuda.empty_cache()
         before = whole - torch.cuda.mem_get_info()[0]
         patched = patch_for(loaded, torch.device("cuda"))
-        after, used = whole - torch.cuda.mem_get_info()[0], torch.cuda.memory_allocated()
+        after, used = whole - torch.cuda.mem_get_info()[0], torch.cuda.memory_allocated() - held
         assert patched
         taken = [f"{each / 1e6:.0f}" for each in (before, after, used)]
         say(f"| 6 layers from a file, MB taken | {taken[0]} | patched {taken[1]} | used {taken[2]} |")

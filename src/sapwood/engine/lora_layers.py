@@ -161,20 +161,20 @@ class Stack:
         """The product of an input, and what adapters add to it."""
         if self.forward.called is not None:
             self.forward.called.update(self.names)
-        routing, flat = self.forward.routing, x.reshape(-1, x.shape[-1])
+        kernels, routing, flat = self._kernels, self.forward.routing, x.reshape(-1, x.shape[-1])
         if routing is None or not self.used_by(routing):
             return product(x)
-        if self._kernels is None:
+        if kernels is None:
             y = product(x)
             for part in self.parts:
                 part.add(routing, flat, y.view(len(flat), -1)[:, part.columns])
             return y
         check_tokens(self.names[0], len(flat), routing)
-        shrunk = self._kernels.room(flat, self.a)
+        shrunk = kernels.room(flat, self.a)
         slots = routing.on_device
-        with self.forward.beside(lambda: self._kernels.shrink(flat, self.a, self.ranks, slots, shrunk)):
+        with self.forward.beside(lambda: kernels.shrink(flat, self.a, self.ranks, slots, shrunk)):
             y = product(x)
-        self._kernels.expand(shrunk, y.view(len(flat), -1), self.b, self.ranks, slots, self._blocks)
+        kernels.expand(shrunk, y.view(len(flat), -1), self.b, self.ranks, slots, self._blocks)
         return y
 
 

@@ -106,7 +106,7 @@ def _load(files: ModelFiles, config: Any, dtype: Any, device: torch.device, prog
     loader: Any = transformers.AutoModelForCausalLM  # typed as if it gave no report
     held = {name: path for path in files.weights for name in tensors_in(path)}
     on_device = {} if device.type == "cpu" else {"device_map": {"": device}}
-    with _named(files.folder), _quiet(progress):
+    with _named(files.folder), _quiet(progress), _each_in_its_own_memory():
         model, report = loader.from_pretrained(
             files.folder,
             config=config,
@@ -159,6 +159,24 @@ def _named(path: Path) -> Iterator[None]:
         if isinstance(problem, MemoryError) or "memory" in str(problem):
             raise
         raise ModelError(f"{path}: transformers makes no model of it ({problem})") from problem
+
+
+@contextmanager
+def _each_in_its_own_memory() -> Iterator[None]:
+    """transformers takes one piece of a GPU's memory for all weights; what is freed inside it, when some are replaced
+    by one (fused.py), could not be given back."""
+    from transformers import modeling_utils
+
+    name = "caching_allocator_warmup"
+    before = getattr(modeling_utils, name, None)
+    if before is None:
+        yield
+        return
+    setattr(modeling_utils, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        setattr(modeling_utils, name, before)
 
 
 @contextmanager
