@@ -60,7 +60,8 @@ def main(seconds: float) -> None:
     rng = np.random.default_rng(SEED)
     some = prompts(rng, 60)
     with opened(EXACT, **{**FLAGS, "device_cache": "1GiB", "host_cache": "0"}) as llm:
-        outputs = [llm.generate([{"prompt_token_ids": ids}], params(n), False)[0] for n, ids in enumerate(some)]
+        every: list[Any] = [{"prompt_token_ids": ids} for ids in some]
+        outputs = llm.generate(every, [params(n) for n in range(len(some))], use_tqdm=False)
         right = [output.outputs[0].token_ids for output in outputs]
     with opened(EXACT, **FLAGS) as llm:
         engine = llm.engine

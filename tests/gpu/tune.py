@@ -20,7 +20,7 @@ PAGES = 12000
 
 def microseconds(tuned: Tuned, starts: Sequence[int], lengths: Sequence[int]) -> float:
     memory = torch.randn(PAGES + 1, 2, 16, 8, 128, device="cuda", dtype=torch.bfloat16)
-    built = kernels.build(SHAPE, tuned, torch.cuda.get_device_properties(0).multi_processor_count)
+    built = kernels.build(SHAPE, tuned, kernels.Processor.of(torch.device("cuda")), 2)
     first, length = np.array(starts), np.array(lengths)
     columns = int((first + length).max()) // 16 + 2
     table = torch.randint(1, PAGES, (len(first), columns), device="cuda", dtype=torch.int32)

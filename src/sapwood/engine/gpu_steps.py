@@ -40,7 +40,6 @@ from .triton_steps import Known
 from .work_list import Tiles, work_list
 
 log = logging.getLogger(__name__)
-_PROCESSORS = 2  # under the interpreter, where each program takes milliseconds
 
 
 class _List(NamedTuple):
@@ -49,6 +48,7 @@ class _List(NamedTuple):
     group: str
     window: int | None
     shape: kernels.Shape
+    itemsize: int
 
 
 class _Size(NamedTuple):
@@ -79,8 +79,7 @@ class GpuExecutor(ModelExecutor):
         super().__init__(served, arena, slots, hooks)
         self._slots = slots
         self._cuda = self.device.type == "cuda"
-        properties = torch.cuda.get_device_properties(self.device) if self._cuda else None
-        self._processors = _PROCESSORS if properties is None else properties.multi_processor_count
+        self._processor = kernels.Processor.of(self.device)
         attending = [group for group in served.groups if group.family != "state"]
         self._windows = {group.name: group.window for group in attending}
         self._lists, self._list_of = self._find_lists()
@@ -113,7 +112,7 @@ class GpuExecutor(ModelExecutor):
         for layer, (group, k_pages, v_pages, queries) in self.served.kept.items():
             heads = k_pages.shape[2]
             shape = kernels.Shape(heads, queries // heads, k_pages.shape[3], v_pages.shape[3])
-            of[layer] = found.setdefault(_List(group, self._windows[group], shape), len(found))
+            of[layer] = found.setdefault(_List(group, self._windows[group], shape, k_pages.element_size()), len(found))
         return list(found), of
 
     # ---- sizes
@@ -129,7 +128,7 @@ class GpuExecutor(ModelExecutor):
     def _built(self, each: _List, tokens: int, single: bool) -> kernels.Built:
         """Small tiles where decode rows are alone, large ones for chunks."""
         tuned = kernels.SMALL if tokens <= 64 or single else kernels.MIDDLE if tokens <= BUCKETS[-1] else kernels.LARGE
-        return kernels.build(each.shape, tuned, self._processors)
+        return kernels.build(each.shape, tuned, self._processor, each.itemsize)
 
     def _list_room(self, each: _List, largest: int) -> ListRoom:
         """Room for the largest step, whatever its tiles are."""

@@ -47,6 +47,21 @@ MIDDLE = Tuned(64, 64, 4, 3)  # decode rows beside a chunk
 LARGE = Tuned(128, 64, 8, 3)  # chunks
 
 
+class Processor(NamedTuple):
+    """What a GPU has: how many multiprocessors, and how much memory a program can have on one."""
+
+    processors: int
+    memory: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> Processor:
+        if device.type != "cuda":  # under the interpreter, where each program takes milliseconds
+            return cls(2, 1 << 20)
+        properties: Any = torch.cuda.get_device_properties(device)
+        memory = int(getattr(properties, "shared_memory_per_block_optin", 96 << 10))
+        return cls(properties.multi_processor_count, memory - (4 << 10))
+
+
 class Built(NamedTuple):
     """Kernels for one shape of layer and one size of tile."""
 
@@ -62,18 +77,37 @@ class Built(NamedTuple):
         return Tiles(self.tuned.rows // self.folded, max(1, 4 * self.processors // programs))
 
 
-def build(shape: Shape, tuned: Tuned, processors: int) -> Built:
-    """Kernels for these heads; wide ones get fewer keys a block, so that blocks fit the memory of a processor."""
-    folded = min(triton.next_power_of_2(shape.group), tuned.rows)
-    wide = triton.next_power_of_2(max(shape.dim, shape.values))
-    keys, stages = tuned.keys, tuned.stages
-    while wide * keys > 128 * tuned.keys and keys > 16:
+def build(shape: Shape, tuned: Tuned, processor: Processor, itemsize: int) -> Built:
+    """Kernels for these heads, of numbers of `itemsize` bytes. Wide ones get fewer keys a block, then fewer rows, so
+    that what a program holds fits the memory of a processor."""
+    keys_wide, values_wide = _padded(shape)
+    rows, keys, warps, stages = tuned
+    while keys > 16 and max(keys_wide, values_wide) * keys > 128 * tuned.keys:
         keys //= 2
-    if wide > 256:
-        stages = 2
-        tuned = tuned._replace(rows=min(tuned.rows, 64))
-        folded = min(folded, tuned.rows)
-    return Built(tuned._replace(keys=keys, stages=stages), shape, folded, -(-shape.group // folded), processors)
+
+    def fits() -> bool:
+        return itemsize * (rows * keys_wide + stages * keys * (keys_wide + values_wide)) <= processor.memory
+
+    while not fits() and (rows, keys, stages) != (16, 16, 1):
+        if stages > 2:
+            stages -= 1
+        elif keys > 32:
+            keys //= 2
+        elif rows > 16:
+            rows //= 2
+        elif keys > 16:
+            keys //= 2
+        else:
+            stages = 1
+    if rows * values_wide > 64 * 256:
+        warps = 8
+    folded = min(triton.next_power_of_2(shape.group), rows)
+    return Built(Tuned(rows, keys, warps, stages), shape, folded, -(-shape.group // folded), processor.processors)
+
+
+def _padded(shape: Shape) -> tuple[int, int]:
+    """How wide keys and values are as kernels see them: powers of two, and what products take at least."""
+    return max(16, triton.next_power_of_2(shape.dim)), triton.next_power_of_2(shape.values)
 
 
 class Scratch:
@@ -86,7 +120,7 @@ class Scratch:
     @staticmethod
     def sizes(built: Built) -> tuple[int, int]:
         rows = built.tiles.most_parts() * built.shape.heads * built.blocks * built.tuned.rows
-        return rows * triton.next_power_of_2(built.shape.values), rows
+        return rows * _padded(built.shape)[1], rows
 
 
 def write(k: Tensor, v: Tensor | None, k_pages: Tensor, v_pages: Tensor, places: Tensor) -> None:
@@ -128,12 +162,13 @@ def attend(
     q = q if q.stride(-1) == 1 else q.contiguous()
     out = q.new_empty(len(q), q.shape[1], shape.values)
     sinks = asked.sinks if asked.sinks is not None else scratch.marks
+    keys_wide, values_wide = _padded(shape)
     scale = asked.scaling * _LOG2E
     cap = 0.0 if asked.softcap is None else asked.softcap
     fixed: dict[str, Any] = {
         "ROWS": tuned.rows,
         "FOLDED": built.folded,
-        "V2": triton.next_power_of_2(shape.values),
+        "V2": values_wide,
         "VALUES": shape.values,
         "SINKS": asked.sinks is not None,
     }
@@ -143,7 +178,7 @@ def attend(
         *(scale, cap, window or 0, shape.group, shape.heads, table.stride(0)),
         *(*q.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3], *out.stride()[:2]),
         DIM=shape.dim,
-        D2=max(16, triton.next_power_of_2(shape.dim)),
+        D2=keys_wide,
         PAGE=k_pages.shape[1],
         KEYS=tuned.keys,
         BLOCKS=built.blocks,
