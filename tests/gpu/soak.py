@@ -18,6 +18,7 @@ from .shapes import EXACT, opened
 
 FLAGS = {"dtype": "float32", "max_model_len": 4096, "max_num_seqs": 24, "device_cache": "32MiB", "host_cache": "256MiB"}
 SEED = 7
+_DRAIN = 30  # seconds in which whoever is left must end
 
 
 def say(text: str) -> None:
@@ -70,8 +71,10 @@ def main(seconds: float) -> None:
         counts = {"done": 0, "aborted": 0, "different": 0, "errors": 0, "cached": 0}
         memory: list[int] = []
         begin, number, next_look = time.monotonic(), 0, 0.0
-        while time.monotonic() - begin < seconds or live:
-            spent = time.monotonic() - begin
+        while (spent := time.monotonic() - begin) < seconds or live:
+            if spent > seconds + _DRAIN:
+                say(f"WRONG: {len(live)} requests do not end: {sorted(live)[:5]}, {llm.stats()}")
+                sys.exit(1)
             while spent < seconds and len(live) < 40 and rng.random() < 0.5:
                 which = int(rng.integers(0, len(some)))
                 (sample,) = engine.submit(str(number), some[which], params(which))
@@ -98,6 +101,7 @@ def main(seconds: float) -> None:
                 next_look += seconds / 10
                 engine.scheduler.cache.check()
                 memory.append(torch.cuda.memory_allocated())
+                say(f"{spent:.0f} s: {counts}, {len(live)} live")
         stats = llm.stats()
         say(f"{counts}, failing steps {failed['begin']}, retractions {stats['retractions']}, tiers {stats['tiers']}")
         say(f"memory, MiB: {[each >> 20 for each in memory]}")
