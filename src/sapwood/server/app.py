@@ -34,10 +34,10 @@ from .admin import (
 from .anthropic import anthropic_error, count_tokens, messages
 from .chat import chat_completions
 from .completions import completions
-from .errors import ApiError
+from .errors import ApiError, Disconnected
 from .finished import Finished, FinishedPrompt
 from .generation import Generation
-from .http import Call, Disconnected, Headers
+from .http import Call, Headers
 from .openapi import description
 from .responses import delete_response, get_response, responses
 from .serving import Caller, Serving, new_id

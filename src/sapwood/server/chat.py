@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
+from msgspec.json import Encoder
 
 from .errors import ApiError, bad, shown
 from .generation import Generation, Model, Piece
@@ -18,6 +19,7 @@ from .tools import CallArguments, CallBegins, Content, call_id
 from .usage import Usage, usage_of
 
 _MOST_TOP = 20
+encode = Encoder().encode
 
 
 class Delta(Struct, omit_defaults=True):
@@ -27,13 +29,16 @@ class Delta(Struct, omit_defaults=True):
     tool_calls: list[dict[str, Any]] | None = None
 
 
-class ChunkChoice(Struct):
-    index: int
-    delta: Delta
+class ChoiceEnd(Struct):
+    """What stands behind the delta of a choice."""
+
     logprobs: Any = None
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+
+
+_PLAIN_END = b"," + encode(ChoiceEnd())[1:]
 
 
 class Chunk(Struct):
@@ -41,7 +46,7 @@ class Chunk(Struct):
     object: str
     created: int
     model: str
-    choices: list[ChunkChoice]
+    choices: list[Any]
     usage: Usage | UnsetType = UNSET
     cache: Any = UNSET
 
@@ -103,6 +108,8 @@ class ChatWriter:
         self.each = bool(options and options.continuous_usage_stats)
         self.top = request.top_logprobs or 0
         self.role = serving.config.response_role
+        frame = encode(Chunk(self.id, "chat.completion.chunk", self.created, self.model, [])).removesuffix(b"]}")
+        self._heads = [b'data: %b{"index":%d,"delta":' % (frame, index) for index in range(generation.params.n)]
         reasoning = request.separate_reasoning
         if reasoning is None:
             reasoning = serving.config.reasoning_parser == "think"
@@ -115,7 +122,7 @@ class ChatWriter:
 
     def opening(self) -> bytes:
         return b"".join(
-            self._chunk(ChunkChoice(index, Delta(role=self.role, content=""))) for index in range(len(self.samples))
+            self._chunk(index, Delta(role=self.role, content=""), _PLAIN_END) for index in range(len(self.samples))
         )
 
     def piece(self, piece: Piece) -> bytes:
@@ -124,29 +131,37 @@ class ChatWriter:
         if piece.finish is not None:
             parts += sample.spoken.finish()
         sample.tokens += piece.tokens
-        choices = []
+        deltas = []
         for part in parts:
             sample.add(part)
             delta = self._delta(sample, part)
             if delta is not None:
-                choices.append(ChunkChoice(piece.index, delta))
-        if not choices and (piece.finish is not None or piece.likely):
-            choices.append(ChunkChoice(piece.index, Delta(content="")))
-        if not choices:
+                deltas.append(delta)
+        if not deltas and (piece.finish is not None or piece.likely):
+            deltas.append(Delta(content=""))
+        if not deltas:
             return b""
-        last = choices[-1]
+        last = deltas.pop()
+        before = [self._chunk(piece.index, delta, _PLAIN_END) for delta in deltas]
+        return b"".join([*before, self._chunk(piece.index, last, self._end(sample, piece))])
+
+    def _end(self, sample: _Sample, piece: Piece) -> bytes:
+        """What the last choice of a piece tells besides its delta."""
+        if piece.finish is None and not piece.likely and not self.request.return_token_ids:
+            return _PLAIN_END
+        end = ChoiceEnd()
         if piece.likely:
-            last.logprobs = chat_logprobs(piece.tokens, piece.likely, self.top, self.serving.tokens)
+            end.logprobs = chat_logprobs(piece.tokens, piece.likely, self.top, self.serving.tokens)
             if not self.request.stream:
-                sample.scores += last.logprobs["content"]
+                sample.scores += end.logprobs["content"]
         if self.request.return_token_ids:
-            last.token_ids = piece.tokens
+            end.token_ids = piece.tokens
         if piece.finish is not None:
             sample.ends(piece, self.tools)
-            last.finish_reason = sample.finish
+            end.finish_reason = sample.finish
             if piece.stop is not None:
-                last.stop_reason = piece.stop
-        return b"".join([self._chunk(choice) for choice in choices])
+                end.stop_reason = piece.stop
+        return b"," + encode(end)[1:]
 
     def closing(self) -> bytes:
         last = b""
@@ -162,11 +177,10 @@ class ChatWriter:
     def failed(self, error: ApiError) -> bytes:
         return event(error.body) + b"data: [DONE]\n\n"
 
-    def _chunk(self, choice: ChunkChoice) -> bytes:
-        chunk = Chunk(self.id, "chat.completion.chunk", self.created, self.model, [choice])
-        if self.each:
-            chunk.usage = usage_of(self.generation)
-        return event(chunk)
+    def _chunk(self, index: int, delta: Delta, end: bytes) -> bytes:
+        """All of a chunk but its delta and what stands behind it is known before."""
+        tail = b'],"usage":' + encode(usage_of(self.generation)) + b"}\n\n" if self.each else b"]}\n\n"
+        return self._heads[index] + encode(delta) + end + tail
 
     def _delta(self, sample: _Sample, part: Any) -> Delta | None:
         if isinstance(part, Content):

@@ -56,7 +56,7 @@ from .messages import (
 )
 
 log = logging.getLogger(__name__)
-AHEAD = 16  # steps that are sent before the API must have taken the first of them
+AHEAD = 8  # steps that are sent before the API must have taken the first of them
 _RESTS = 1.0  # seconds at most
 _COLLECTS = 30.0  # seconds without rest after which the youngest garbage is collected all the same
 _SILENT = 1.0  # seconds after which the API hears that the engine lives

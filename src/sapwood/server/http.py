@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import msgspec
 
-from .errors import ApiError
+from .errors import ApiError, Disconnected
 from .generation import Generation, Piece
+from .link import Job
 from .serving import Caller
 
 Headers = list[tuple[bytes, bytes]]
@@ -25,10 +26,6 @@ _STREAM: Headers = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-
-
-class Disconnected(Exception):
-    """The client has left."""
 
 
 class Writer(Protocol):
@@ -91,35 +88,42 @@ class Call:
     async def whole(self, generation: Generation, writer: Writer) -> None:
         """Wait for all of it, and answer in one piece."""
         self.generation = generation
-        async with _Watched(self, generation):
-            async for pieces in generation.pieces():
-                for piece in pieces:
-                    writer.piece(piece)
-        if generation.finished == "disconnected":
-            raise Disconnected
+
+        def reads() -> None:
+            for piece in generation.take():
+                writer.piece(piece)
+
+        async with _Watched(self, generation, reads) as job:
+            while generation.open:
+                await job.more()
         await self.json(writer.whole())
 
     async def stream(self, generation: Generation, writer: Writer, keepalive: float) -> None:
         """Answer as it comes. Nothing is sent before the engine has taken the request: what it refuses is a 4xx."""
         self.generation = generation
-        async with _Watched(self, generation, keepalive):
+        send = self.send
+
+        def reads() -> list[bytes]:
+            pieces = [] if job.idle else generation.take()
+            events = [] if self.status else [writer.opening()]
+            if job.idle:
+                job.idle = False
+                events.append(_KEEP_ALIVE)
+            events += [writer.piece(piece) for piece in pieces]
+            return events
+
+        async with _Watched(self, generation, reads, keepalive) as job:
             try:
-                async for pieces in generation.pieces():
+                while generation.open:
+                    events = await job.more()
                     if not self.status:
-                        await self._begin(writer)
-                    if not pieces:
-                        await self._write(_KEEP_ALIVE)
-                        continue
-                    for piece in pieces:
-                        event = writer.piece(piece)
+                        self.status = 200
+                        await send(
+                            {"type": "http.response.start", "status": 200, "headers": [*_STREAM, *self._headers]}
+                        )
+                    for event in events:
                         if event:
-                            began = time.monotonic()
-                            await self._write(event)
-                            generation.wrote(time.monotonic() - began)
-                if generation.finished == "disconnected":
-                    raise Disconnected
-                if not self.status:
-                    await self._begin(writer)
+                            await send({"type": "http.response.body", "body": event, "more_body": True})
                 await self._write(writer.closing())
             except ApiError as error:
                 if not self.status:
@@ -127,33 +131,33 @@ class Call:
                 await self._write(writer.failed(error))
         await self.send({"type": "http.response.body", "body": b""})
 
-    async def _begin(self, writer: Writer) -> None:
-        self.status = 200
-        await self.send({"type": "http.response.start", "status": 200, "headers": [*_STREAM, *self._headers]})
-        opening = writer.opening()
-        if opening:
-            await self._write(opening)
-
     async def _write(self, event: bytes) -> None:
         await self.send({"type": "http.response.body", "body": event, "more_body": True})
 
 
 class _Watched:
-    """While a generation runs: the client's leaving ends it, and long silence is told."""
+    """While a generation runs: `reads` is asked for what has come of it, the client's leaving ends it, and long silence
+    is told."""
 
-    def __init__(self, call: Call, generation: Generation, keepalive: float | None = None) -> None:
+    def __init__(
+        self, call: Call, generation: Generation, reads: Callable[[], Any], keepalive: float | None = None
+    ) -> None:
         self._call = call
+        self._generation = generation
         self._job = generation.job
+        self._job.reads = reads
         self._keepalive = keepalive
         self._timer: asyncio.TimerHandle | None = None
 
-    async def __aenter__(self) -> None:
+    async def __aenter__(self) -> Job:
         self._task = asyncio.ensure_future(self._call.receive())
         self._task.add_done_callback(lambda _: self._job.leave())
         if self._keepalive is not None:
             self._tick()
+        return self._job
 
     async def __aexit__(self, *_: object) -> None:
+        self._generation.close()
         if self._timer is not None:
             self._timer.cancel()
         self._task.cancel()
