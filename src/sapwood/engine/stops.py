@@ -41,7 +41,11 @@ class TextStream:
         if self._decoding is None:
             return ""
         new = self._decoding.push(token)
-        return self._take(new) if new else ""
+        stops = self._stops
+        if stops is None or (not stops.begun and stops.firsts.isdisjoint(new)):
+            self._pieces.append(new)
+            return new
+        return self._take(new)
 
     def finish(self, stop_token: int | None = None) -> str:
         """The rest of the text. `stop_token`: the token that ended it (eos, or one of `stop_token_ids`) and was not
@@ -62,7 +66,7 @@ class TextStream:
     def _take(self, new: str) -> str:
         """What of the text held back and this new text is final."""
         stops = self._stops
-        if stops is None or (not stops.begun and stops.firsts.isdisjoint(new)):
+        if stops is None:
             self._pieces.append(new)
             return new
         text = self._held + new

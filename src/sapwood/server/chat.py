@@ -15,18 +15,11 @@ from .logprobs import chat_logprobs
 from .schemas import ChatRequest, parse
 from .serving import Serving, new_id
 from .spoken import Reasoning, Spoken, Tools, read_tools
-from .tools import CallArguments, CallBegins, Content, call_id
+from .tools import CallBegins, Content, call_id
 from .usage import Usage, usage_of
 
 _MOST_TOP = 20
 encode = Encoder().encode
-
-
-class Delta(Struct, omit_defaults=True):
-    role: str | None = None
-    content: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
 
 
 class ChoiceEnd(Struct):
@@ -38,6 +31,7 @@ class ChoiceEnd(Struct):
     token_ids: list[int] | UnsetType = UNSET
 
 
+_NOTHING = b'{"content":""}'
 _PLAIN_END = b"," + encode(ChoiceEnd())[1:]
 
 
@@ -122,39 +116,37 @@ class ChatWriter:
 
     def opening(self) -> bytes:
         return b"".join(
-            self._chunk(index, Delta(role=self.role, content=""), _PLAIN_END) for index in range(len(self.samples))
+            self._chunk(index, encode({"role": self.role, "content": ""}), _PLAIN_END)
+            for index in range(len(self.samples))
         )
 
     def piece(self, piece: Piece) -> bytes:
         sample = self.samples[piece.index]
         parts = sample.spoken.push(piece.text) if piece.text else []
+        plain = piece.finish is None and not piece.likely and not self.request.return_token_ids
         if piece.finish is not None:
             parts += sample.spoken.finish()
-        sample.tokens += piece.tokens
-        deltas = []
-        for part in parts:
-            sample.add(part)
-            delta = self._delta(sample, part)
-            if delta is not None:
-                deltas.append(delta)
-        if not deltas and (piece.finish is not None or piece.likely):
-            deltas.append(Delta(content=""))
+        deltas = [delta for part in parts if (delta := self._delta(sample, part))]
         if not deltas:
-            return b""
+            if piece.finish is None and not piece.likely:
+                return b""
+            deltas.append(_NOTHING)
+        end = _PLAIN_END if plain else self._end(sample, piece)
+        if len(deltas) == 1:
+            return self._chunk(piece.index, deltas[0], end)
         last = deltas.pop()
         before = [self._chunk(piece.index, delta, _PLAIN_END) for delta in deltas]
-        return b"".join([*before, self._chunk(piece.index, last, self._end(sample, piece))])
+        return b"".join([*before, self._chunk(piece.index, last, end)])
 
     def _end(self, sample: _Sample, piece: Piece) -> bytes:
         """What the last choice of a piece tells besides its delta."""
-        if piece.finish is None and not piece.likely and not self.request.return_token_ids:
-            return _PLAIN_END
         end = ChoiceEnd()
         if piece.likely:
             end.logprobs = chat_logprobs(piece.tokens, piece.likely, self.top, self.serving.tokens)
             if not self.request.stream:
                 sample.scores += end.logprobs["content"]
         if self.request.return_token_ids:
+            sample.tokens += piece.tokens
             end.token_ids = piece.tokens
         if piece.finish is not None:
             sample.ends(piece, self.tools)
@@ -177,21 +169,29 @@ class ChatWriter:
     def failed(self, error: ApiError) -> bytes:
         return event(error.body) + b"data: [DONE]\n\n"
 
-    def _chunk(self, index: int, delta: Delta, end: bytes) -> bytes:
+    def _chunk(self, index: int, delta: bytes, end: bytes) -> bytes:
         """All of a chunk but its delta and what stands behind it is known before."""
         tail = b'],"usage":' + encode(usage_of(self.generation)) + b"}\n\n" if self.each else b"]}\n\n"
-        return self._heads[index] + encode(delta) + end + tail
+        return self._heads[index] + delta + end + tail
 
-    def _delta(self, sample: _Sample, part: Any) -> Delta | None:
+    def _delta(self, sample: _Sample, part: Any) -> bytes:
+        """What a part is on the wire; nothing, if it is not shown. The sample keeps it too."""
         if isinstance(part, Content):
-            return Delta(content=part.text)
+            sample.content.append(part.text)
+            return b'{"content":' + encode(part.text) + b"}"
         if isinstance(part, Reasoning):
-            return Delta(reasoning_content=part.text) if self.shows_reasoning else None
+            sample.reasoning.append(part.text)
+            return b'{"reasoning_content":' + encode(part.text) + b"}" if self.shows_reasoning else b""
+        call: dict[str, Any]
         if isinstance(part, CallBegins):
-            call = sample.calls[part.index]
+            begun = {"id": call_id(sample.parser), "name": part.name, "arguments": []}
+            sample.calls.append(begun)
             function = {"name": part.name, "arguments": ""}
-            return Delta(tool_calls=[{"index": part.index, "id": call["id"], "type": "function", "function": function}])
-        return Delta(tool_calls=[{"index": part.index, "function": {"arguments": part.text}}])
+            call = {"index": part.index, "id": begun["id"], "type": "function", "function": function}
+        else:
+            sample.calls[part.index]["arguments"].append(part.text)
+            call = {"index": part.index, "function": {"arguments": part.text}}
+        return encode({"tool_calls": [call]})
 
     # ---- in one piece
 
@@ -246,16 +246,6 @@ class _Sample:
         self.scores: list[Any] = []
         self.finish: str | None = None
         self.stop: int | str | None = None
-
-    def add(self, part: Any) -> None:
-        if isinstance(part, Content):
-            self.content.append(part.text)
-        elif isinstance(part, Reasoning):
-            self.reasoning.append(part.text)
-        elif isinstance(part, CallBegins):
-            self.calls.append({"id": call_id(self.parser), "name": part.name, "arguments": []})
-        elif isinstance(part, CallArguments):
-            self.calls[part.index]["arguments"].append(part.text)
 
     def ends(self, piece: Piece, tools: Tools) -> None:
         self.finish, self.stop = piece.finish, piece.stop

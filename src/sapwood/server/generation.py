@@ -39,7 +39,7 @@ class Prompt(NamedTuple):
     text: str | None = None
 
 
-class Piece(msgspec.Struct, frozen=True):
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """What became final of a sample. `finish`: why it has ended, with its last piece."""
 
     index: int
@@ -138,15 +138,15 @@ class Generation:
         if likely:
             lane.likely = []
         end, text = lane.end, self._texts[index]
-        before, behind = len(found), False
-        if tokens:
-            behind = len(tokens) > AHEAD or (len(tokens) > 1 and self.job.link.lag > LAG)
+        before, count = len(found), len(tokens)
+        behind = count > 1 and (count > AHEAD or self.job.link.lag > LAG)
+        if count:
             now = self.job.since
             if self.first is None:
                 self.first = now
             last = self._lasts[index]
             if last:
-                self.gaps += [(now - last) / len(tokens)] * len(tokens)
+                self.gaps += [(now - last) / count] * count
             self._lasts[index] = now
         ending = tokens.pop() if tokens and end is not None and end.reason == "stop" else None
         for at, token in enumerate(tokens):

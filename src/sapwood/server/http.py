@@ -16,7 +16,6 @@ import msgspec
 
 from .errors import ApiError, Disconnected
 from .generation import Generation, Piece
-from .link import Job
 from .serving import Caller
 
 Headers = list[tuple[bytes, bytes]]
@@ -93,43 +92,48 @@ class Call:
             for piece in generation.take():
                 writer.piece(piece)
 
-        async with _Watched(self, generation, reads) as job:
+        async with _Watched(self, generation, reads):
             while generation.open:
-                await job.more()
+                await generation.job.more()
         await self.json(writer.whole())
 
     async def stream(self, generation: Generation, writer: Writer, keepalive: float) -> None:
         """Answer as it comes. Nothing is sent before the engine has taken the request: what it refuses is a 4xx."""
         self.generation = generation
-        send = self.send
+        job = generation.job
 
         def reads() -> list[bytes]:
+            if not job.idle and self.status:
+                return [writer.piece(piece) for piece in generation.take()]
             pieces = [] if job.idle else generation.take()
-            events = [] if self.status else [writer.opening()]
-            if job.idle:
-                job.idle = False
-                events.append(_KEEP_ALIVE)
-            events += [writer.piece(piece) for piece in pieces]
-            return events
+            events = [_KEEP_ALIVE] if job.idle else []
+            job.idle = False
+            if not self.status:
+                events.insert(0, writer.opening())
+            return events + [writer.piece(piece) for piece in pieces]
 
-        async with _Watched(self, generation, reads, keepalive) as job:
+        async with _Watched(self, generation, reads, keepalive):
             try:
-                while generation.open:
-                    events = await job.more()
-                    if not self.status:
-                        self.status = 200
-                        await send(
-                            {"type": "http.response.start", "status": 200, "headers": [*_STREAM, *self._headers]}
-                        )
-                    for event in events:
-                        if event:
-                            await send({"type": "http.response.body", "body": event, "more_body": True})
+                await asyncio.create_task(self._pump(generation))
                 await self._write(writer.closing())
             except ApiError as error:
                 if not self.status:
                     raise
                 await self._write(writer.failed(error))
         await self.send({"type": "http.response.body", "body": b""})
+
+    async def _pump(self, generation: Generation) -> None:
+        """Write events as `reads` makes them. A task of its own: to be woken for each token costs more, the more
+        coroutines wait for each other."""
+        send, more = self.send, generation.job.more
+        while generation.open:
+            events = await more()
+            if not self.status:
+                self.status = 200
+                await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM, *self._headers]})
+            for event in events:
+                if event:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
 
     async def _write(self, event: bytes) -> None:
         await self.send({"type": "http.response.body", "body": event, "more_body": True})
@@ -149,12 +153,11 @@ class _Watched:
         self._keepalive = keepalive
         self._timer: asyncio.TimerHandle | None = None
 
-    async def __aenter__(self) -> Job:
+    async def __aenter__(self) -> None:
         self._task = asyncio.ensure_future(self._call.receive())
         self._task.add_done_callback(lambda _: self._job.leave())
         if self._keepalive is not None:
             self._tick()
-        return self._job
 
     async def __aexit__(self, *_: object) -> None:
         self._generation.close()

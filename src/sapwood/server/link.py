@@ -52,7 +52,7 @@ from .messages import (
 
 log = logging.getLogger(__name__)
 LAG = 0.02  # seconds after which this process counts as behind, and tokens of a stream go out together
-TOLD = AHEAD // 4  # steps after which the engine hears that they were taken
+TOLD = AHEAD // 2  # steps after which the engine hears that they were taken
 _CONNECTS = 1000  # milliseconds that a message waits for an engine that has just begun
 _ANSWERS = 30.0  # seconds that a question may take
 
@@ -79,7 +79,7 @@ class Job:
     While somebody waits for news, `reads` makes of them what it is to get, at once and for all requests of a step
     before any of them writes: writes one after the other find the clients awake, which costs a fraction."""
 
-    __slots__ = ("_waiter", "first", "gone", "idle", "lanes", "link", "news", "numbers", "reads", "since")
+    __slots__ = ("_future", "_waiter", "first", "gone", "idle", "lanes", "link", "news", "numbers", "reads", "since")
 
     def __init__(self, link: EngineLink, first: int, n: int) -> None:
         self.link = link
@@ -91,14 +91,15 @@ class Job:
         self.news = False
         self.since = time.monotonic()  # when tokens last came
         self.reads: Callable[[], Any] = lambda: None
+        self._future = asyncio.get_running_loop().create_future
         self._waiter: asyncio.Future[Any] | None = None
 
     def more(self) -> asyncio.Future[Any]:
         """What `reads` returns or raises, when there are news."""
-        self._waiter = asyncio.get_running_loop().create_future()
+        self._waiter = waiter = self._future()
         if self.news:
             self.wake()
-        return self._waiter
+        return waiter
 
     def wake(self) -> None:
         self.news = True
@@ -339,10 +340,10 @@ class EngineLink:
         except zmq.ZMQError:  # closed
             return
         self.heard = time.monotonic()
+        self._tell()
         if taken - self._told >= TOLD:
             self._told = taken
-            self._send(Taken(taken))
-        self._tell()
+            asyncio.get_running_loop().call_soon(self._send, Taken(taken))  # after those who write
 
     def _dispatch(self, message: Tokens) -> None:
         now = time.monotonic()

@@ -40,6 +40,7 @@ from .tools import guess_parser
 
 log = logging.getLogger("sapwood")
 _CUT = 2.0  # seconds for streams that are cut to tell so
+_GARBAGE = 20_000  # objects made since the last collection: a step of many streams makes thousands, and no cycles
 _CLOSE = 15.0  # seconds for the engine to write back what it owes a store
 _BACKOFF = (1.0, 2.0, 5.0, 15.0, 60.0)  # seconds before an engine that died is started again
 
@@ -169,6 +170,7 @@ class _Server:
             self.app.watchers.append(self.recorder.finished)
         gc.collect()
         gc.freeze()  # what was loaded stays: collections look at requests alone
+        gc.set_threshold(_GARBAGE, 10, 10)
         self._say_ready(ready, loaded)
 
     def _name(self, ready: Ready) -> str:
