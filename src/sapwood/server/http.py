@@ -103,14 +103,13 @@ class Call:
         job = generation.job
 
         def reads() -> list[bytes]:
-            if not job.idle and self.status:
+            if self.status and not job.idle:
                 return [writer.piece(piece) for piece in generation.take()]
-            pieces = [] if job.idle else generation.take()
-            events = [_KEEP_ALIVE] if job.idle else []
-            job.idle = False
-            if not self.status:
-                events.insert(0, writer.opening())
-            return events + [writer.piece(piece) for piece in pieces]
+            events = [] if self.status else [writer.opening()]  # not sent, if the engine refuses the request
+            if job.idle:
+                job.idle = False
+                return [*events, _KEEP_ALIVE]
+            return events + [writer.piece(piece) for piece in generation.take()]
 
         async with _Watched(self, generation, reads, keepalive):
             try:
