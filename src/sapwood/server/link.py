@@ -340,10 +340,10 @@ class EngineLink:
         except zmq.ZMQError:  # closed
             return
         self.heard = time.monotonic()
-        self._tell()
         if taken - self._told >= TOLD:
             self._told = taken
-            asyncio.get_running_loop().call_soon(self._send, Taken(taken))  # after those who write
+            self._send(Taken(taken))
+        self._tell()
 
     def _dispatch(self, message: Tokens) -> None:
         now = time.monotonic()
