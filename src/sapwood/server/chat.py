@@ -126,7 +126,11 @@ class ChatWriter:
         plain = piece.finish is None and not piece.likely and not self.request.return_token_ids
         if piece.finish is not None:
             parts += sample.spoken.finish()
-        deltas = [delta for part in parts if (delta := self._delta(sample, part))]
+        deltas = []
+        for part in parts:
+            delta = self._delta(sample, part)
+            if delta:
+                deltas.append(delta)
         if not deltas:
             if piece.finish is None and not piece.likely:
                 return b""

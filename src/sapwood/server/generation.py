@@ -144,10 +144,11 @@ class Generation:
             now = self.job.since
             if self.first is None:
                 self.first = now
-            last = self._lasts[index]
-            if last:
+            last, self._lasts[index] = self._lasts[index], now
+            if last and count == 1:
+                self.gaps.append(now - last)
+            elif last:
                 self.gaps += [(now - last) / count] * count
-            self._lasts[index] = now
         ending = tokens.pop() if tokens and end is not None and end.reason == "stop" else None
         for at, token in enumerate(tokens):
             self._completion += 1
