@@ -30,6 +30,7 @@ import zmq
 from sapwood.cache import held_events
 from sapwood.engine.requests import Requests
 from sapwood.engine.samples import Sample
+from sapwood.store import StoreError
 
 from .answers import Answers
 from .grammars import Grammars
@@ -296,7 +297,7 @@ def main() -> int:
         engine, grammars, events = _opened(settings, send)
     except Exception as error:
         log.debug("the engine cannot start", exc_info=True)
-        known = isinstance(error, (ValueError, OSError, ImportError, MemoryError, RuntimeError))
+        known = isinstance(error, (ValueError, OSError, ImportError, MemoryError, RuntimeError, StoreError))
         send(Failed(str(error) if known and str(error) else repr(error)))
         if not known:
             log.exception("the engine cannot start")

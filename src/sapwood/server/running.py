@@ -23,6 +23,8 @@ from typing import Any
 import msgspec
 import uvicorn
 
+from sapwood.store.uri import parse
+
 from .app import App
 from .config import ServerConfig
 from .defaults import generation_defaults
@@ -194,7 +196,7 @@ class _Server:
 
     def _say_ready(self, ready: Ready, loaded: float) -> None:
         store = self.flags.get("store")
-        log.info("store: %s", store or "none")
+        log.info("store: %s", parse(store).shown if store else "none")  # without its password
         seconds = ", ".join(f"{what} {spent:.1f}" for what, spent in self.link.spent.items() if spent >= 0.05)
         log.info(
             "ready in %.1f s (%s, tokenizer %.1f): %s, %s tokens of context",
