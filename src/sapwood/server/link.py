@@ -138,6 +138,7 @@ class EngineLink:
         self.down: str | None = None  # why it serves nobody any more
         self.lanes: dict[int, Lane] = {}
         self.lag = 0.0  # how late the last step was
+        self.generated = 0  # tokens, since the start
         self.heard = time.monotonic()  # when the engine last sent anything
         self._number = 1
         self._news: dict[Job, None] = {}  # whom the messages that were just taken are for
@@ -356,6 +357,7 @@ class EngineLink:
                 lane.prompt = message.prompts.get(begun.number)
         likely = message.likely
         numbers = np.frombuffer(message.numbers, np.int32).tolist()
+        self.generated += len(numbers)
         for number, token in zip(numbers, np.frombuffer(message.tokens, np.int32).tolist(), strict=True):
             lane = lanes.get(number)
             if lane is None:

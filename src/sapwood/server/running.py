@@ -166,7 +166,7 @@ class _Server:
             serving.adapters[name] = await self.link.ask("load_adapter", name=name, path=where)
             serving.paths[name] = where
         self.metrics = self.metrics or Metrics(serving.names[0], {**ready.facts, "max_model_len": ready.max_model_len})
-        self.app.watchers = [self.metrics.finished, RequestLog().finished, self.recent.finished]
+        self.app.watchers = [self.metrics.finished, RequestLog().finished]
         if config.record_trace is not None:
             self.recorder = self.recorder or TraceRecorder(config.record_trace, config.record_trace_bytes, None)
             self.app.watchers.append(self.recorder.finished)
@@ -290,4 +290,4 @@ class _Server:
                 stats = await self.link.ask("stats")
                 waiting = self.link.waiting
                 running = len(self.link.lanes) - waiting
-                log.info("%s", status_line(stats, running, waiting, self.recent.take()))
+                log.info("%s", status_line(stats, running, waiting, self.recent.take(stats, self.link.generated)))
