@@ -76,7 +76,7 @@ class Generation:
         self.finished: str | None = None
         self.gaps: list[float] = []  # seconds between tokens of a sample
         self.reasons: list[str] = []  # why samples have ended
-        self._completion = 0
+        self._completion = self._counted = 0
         self._open = len(job.lanes)
         self._failed: ApiError | None = None
         self._texts = [
@@ -94,6 +94,12 @@ class Generation:
     def begun(self) -> list[Begun | None]:
         """For each prompt: what its first sample was served."""
         return [lane.begun for lane in self.job.lanes[:: self.params.n]]
+
+    def uncounted(self) -> int:
+        """Tokens that were generated since the last time this was asked."""
+        new = self._completion - self._counted
+        self._counted = self._completion
+        return new
 
     def scores(self, prompt: int) -> list[Likely | None] | None:
         """The log-probabilities of a prompt, where they were asked for."""

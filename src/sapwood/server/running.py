@@ -225,7 +225,8 @@ class _Server:
             log.warning("%s again: ending at once", which.name)
             self.link.kill()
             os._exit(130 if which == signal.SIGINT else 143)
-        log.info("%s: no new requests; %d may end within %.0f s", which.name, self.app.live, self.config.drain_seconds)
+        live, seconds = len(self.app.calls), self.config.drain_seconds
+        log.info("%s: no new requests; %d may end within %.0f s", which.name, live, seconds)
         self._end(0)
 
     def _end(self, status: int) -> None:
@@ -237,11 +238,11 @@ class _Server:
         """Let those who run end; then tell the rest that they will not."""
         if self.link.down is None:
             until = time.monotonic() + self.config.drain_seconds
-            while self.app.live and time.monotonic() < until:
+            while self.app.calls and time.monotonic() < until:
                 await asyncio.sleep(0.02)
             self.link.cut("the server is stopping")
         until = time.monotonic() + _CUT
-        while self.app.live and time.monotonic() < until:
+        while self.app.calls and time.monotonic() < until:
             await asyncio.sleep(0.01)
 
     def _engine_died(self, why: str) -> None:
@@ -273,6 +274,9 @@ class _Server:
             stats = await asyncio.wait_for(self.link.ask("stats"), 2.0)
         waiting = self.link.waiting
         running = len(self.link.lanes) - waiting
+        for call in self.app.calls:
+            if call.generation is not None:
+                self.metrics.generated(call.generation.model, call.generation.uncounted())
         return await asyncio.to_thread(self.metrics.render, stats, running, waiting)
 
     async def _say_status(self) -> None:
