@@ -138,6 +138,10 @@ class Call:
         await self.send({"type": "http.response.body", "body": event, "more_body": True})
 
 
+def _nothing() -> None:
+    pass
+
+
 class _Watched:
     """While a generation runs: `reads` is asked for what has come of it, the client's leaving ends it, and long silence
     is told."""
@@ -160,6 +164,7 @@ class _Watched:
 
     async def __aexit__(self, *_: object) -> None:
         self._generation.close()
+        self._job.reads = _nothing  # it knows the job, and nobody waits for a garbage collector
         if self._timer is not None:
             self._timer.cancel()
         self._task.cancel()
