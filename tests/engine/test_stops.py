@@ -142,9 +142,9 @@ def test_any_tokens_and_any_stops(kind):
     """Random tokens, random stop strings, with and without the string itself in the text, `min_tokens`: the text is cut
     where the first stop string is complete, nothing beyond is told, and the tokens are those that were needed.
 
-    Mutation: `_tail` is a character shorter; `find` prefers the first in the list, or begins behind `_tail`; `begun`
-    asks for the shortest; the text is held back with `include_stop_str_in_output` too, or not at all without it;
-    `_Window` begins anew without context, or with `_sent` 0.
+    Mutation: `_longest` is a character shorter; `find` prefers the first in the list, or begins behind `begun`, which
+    is the shortest; `_take` looks at `firsts` alone; the text is held back with `include_stop_str_in_output` too, or
+    not at all without it; `_Window` begins anew without context, or with `_sent` 0.
     """
     tokenizer = TOKENIZERS[kind]
     rng = random.Random(kind)

@@ -29,31 +29,11 @@ from sapwood.server.kv_events import salt_key
 
 from ..cache.chaos import SPACES
 from .kv_traffic import NAMES, PATIENCE, Publishing, blocks_of, publisher
+from .venvs import python_with
 
 PACKAGE = "ai-dynamo-runtime==1.6.1"
 INSTANCE = 7
 TIERS = {"device": "GPU", "host_pinned": "CPU"}
-_INSTALL = 600  # seconds
-
-
-def python_with_dynamo(folder: Path) -> Path | str:
-    """A Python that has the indexer, in an environment below `folder`, made if need be; or why there is none."""
-    home = folder / PACKAGE.replace("==", "-")
-    python, done = home / "bin" / "python", home / "installed"
-    if done.exists():
-        return python
-    try:
-        subprocess.run([sys.executable, "-m", "venv", str(home)], check=True, capture_output=True, timeout=_INSTALL)
-        install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", PACKAGE]
-        subprocess.run(install, check=True, capture_output=True, text=True, timeout=_INSTALL)
-        subprocess.run([str(python), "-m", "dynamo.indexer", "--help"], check=True, capture_output=True, timeout=60)
-    except subprocess.CalledProcessError as error:
-        said = error.stderr if isinstance(error.stderr, str) else (error.stderr or b"").decode(errors="replace")
-        return f"{PACKAGE} cannot be installed: {(said.strip().splitlines() or ['no word why'])[-1]:.200}"
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{PACKAGE} cannot be installed: {error!s:.200}"
-    done.touch()
-    return python
 
 
 class Indexer:
@@ -210,14 +190,12 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1, help="how many seeds, from --seed on")
     parser.add_argument("--encoding", choices=("map", "array"), default="map")
     parser.add_argument("--topic", default="")
-    parser.add_argument("--venvs", type=Path, default=os.environ.get("SAPWOOD_TEST_VENVS"), help="where to install it")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        python = python_with_dynamo(args.venvs or Path(folder))
-        if isinstance(python, str):
-            sys.exit(python)
-        for seed in range(args.seed, args.seed + args.count):
-            print(seed, check(python, seed, args.encoding, args.topic), flush=True)  # noqa: T201
+    python = python_with(PACKAGE)
+    if isinstance(python, str):
+        sys.exit(python)
+    for seed in range(args.seed, args.seed + args.count):
+        print(seed, check(python, seed, args.encoding, args.topic), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ def over(*prompts: FinishedPrompt, generated: int = 3, reasons: Sequence[str] = 
         "gaps": [0.02] * max(0, generated - 1),
         "error": "",
         "text": None,
+        "uncounted_tokens": generated,
     }
     return Finished(
         **{**fields, "prompts": list(prompts), "completion_tokens": generated, "reasons": list(reasons), **more}

@@ -118,6 +118,7 @@ class ScriptedLink(EngineLink):
         one = np.array([number], np.int32).tobytes(), np.array([token], np.int32).tobytes()
         self._dispatch(Step(1, 0.0, *one, begun, [] if rest else [end], likely, {}))
         self.lag = 0.0
+        self._tell()
         if rest:
             asyncio.get_running_loop().call_soon(self._step, submit, rest, end, cached)
 

@@ -13,6 +13,8 @@ import os
 import random
 import time
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -138,8 +140,10 @@ def at_rest(server: Running) -> dict[str, Any]:
     return dict(until(idle, 60))
 
 
-def soak(seconds: float, streams: int, seed: int, **flags: Any) -> dict[str, Any]:
-    """One soak. AssertionError with what is wrong."""
+def soak(
+    seconds: float, streams: int, seed: int, during: Callable[[Running], None] = lambda server: None, **flags: Any
+) -> dict[str, Any]:
+    """One soak. `during` is called in its middle. AssertionError with what is wrong."""
     given = {"step_ms": 2, "host_pages": 3000, "device_pages": 6000, "max_num_seqs": 128, "fails": 97, **flags}
     server = Running(*paced_flags(**given), "--write-seconds", "2", "--max-queue", "4096").ready()
     try:
@@ -149,7 +153,10 @@ def soak(seconds: float, streams: int, seed: int, **flags: Any) -> dict[str, Any
         engine, api = server.engine(), server.process.pid
         before = {"api": (handles(api), resident(api)), "engine": (handles(engine), resident(engine))}
         run = Soak(server, streams, seed + 1)
-        asyncio.run(run.run(seconds))
+        with ThreadPoolExecutor(1) as thread:
+            fault = thread.submit(lambda: (time.sleep(seconds / 3), during(server)))
+            asyncio.run(run.run(seconds))
+            fault.result()
         stats = at_rest(server)
         until(lambda: handles(api) <= before["api"][0] + 8, 80)
         after = {"api": (handles(api), resident(api)), "engine": (handles(engine), resident(engine))}
@@ -164,7 +171,14 @@ def soak(seconds: float, streams: int, seed: int, **flags: Any) -> dict[str, Any
             assert files <= before[name][0] + 8, (name, before, after)
             assert size <= before[name][1] * 1.25 + 40, (name, before, after)
         assert server.stop() == 0
-        return {"requests": dict(run.counts), "before": before, "after": after, "failed steps": stats["steps_failed"]}
+        return {
+            "requests": dict(run.counts),
+            "before": before,
+            "after": after,
+            "failed steps": stats["steps_failed"],
+            "store": stats["tiers"],
+            "log": server.lines,
+        }
     finally:
         server.kill()
 

@@ -253,3 +253,27 @@ def test_request_ids_and_unknown_paths(server: Running):
     assert wrong.status == 405 and wrong.headers["allow"] == "POST"
     assert json.loads(server.get("/openapi.json").body)["paths"][CHAT]["post"]["requestBody"]
     assert server.get("/version").json["version"]
+
+
+def test_metrics_count_tokens_while_they_come(server):
+    """A stream that has not ended is in `generation_tokens` already, and each of its tokens is there once in the end.
+
+    Mutation: `_render_metrics` asks only those that are over; `Generation.uncounted` forgets what it has told.
+    """
+
+    def generated() -> float:
+        return sum(
+            float(line.split()[-1])
+            for line in server.get("/metrics").body.decode().splitlines()
+            if line.startswith("vllm:generation_tokens_total")
+        )
+
+    before = generated()
+    stream = server.stream("/v1/completions", {"prompt": "go on", "max_tokens": 600, "ignore_eos": True})
+    events = stream.events()
+    for _ in range(20):
+        next(events)
+    early = generated() - before
+    assert 15 <= early < 600
+    assert len(list(events)) + 20 >= 600
+    assert until(lambda: generated() - before == 600)

@@ -20,6 +20,7 @@ from sapwood.server.kv_events import END, KVEventPublisher, KVEventsConfig, lora
 
 from . import dynamo_check
 from .kv_traffic import FIELDS, NAMES, PATIENCE, Publishing, Subscriber, blocks_of, events_in, publisher
+from .venvs import python_with
 
 BASE = Namespace()
 PAGE = 4
@@ -770,10 +771,9 @@ def test_closing_sends_what_is_queued_and_leaves_nothing(closing):
 
 
 @pytest.fixture(scope="session")
-def dynamo(tmp_path_factory) -> Path:
+def dynamo() -> Path:
     """A Python with Dynamo's indexer."""
-    folder = os.environ.get("SAPWOOD_TEST_VENVS")
-    found = dynamo_check.python_with_dynamo(Path(folder) if folder else tmp_path_factory.mktemp("venvs"))
+    found = python_with(dynamo_check.PACKAGE)
     if isinstance(found, str):
         pytest.skip(found)
     return found

@@ -233,3 +233,16 @@ def test_a_port_in_use(start):
     second = Running(*paced_flags(), "--port", str(first.port))
     assert second.process.wait(60) == 1 and "is in use" in "\n".join(second.lines)
     assert first.get("/health").status == 200
+
+
+def test_a_stores_password_is_in_no_log(start, tmp_path):
+    """The log says where the store is, without what follows it; and why it cannot be opened, in one line.
+
+    Mutation: `_say_ready` shows the flag as it was given; `StoreError` is not known in `main`.
+    """
+    server = start(store=f"file://{tmp_path}?size=8MiB", host_pages=64)
+    assert server.said(r"store: (.*)")[1] == f"file://{tmp_path}"
+    server = start(store="redis://me:secret@127.0.0.1:1/0", host_pages=64, ready=False)
+    assert server.process.wait(60) == 1
+    assert server.said(r"ERROR +sapwood serve: redis://\*\*\*@127.0.0.1:1/0: no Redis server answers there")
+    assert not any("secret" in line or "Traceback" in line for line in server.lines)

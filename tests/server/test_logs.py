@@ -224,16 +224,25 @@ def test_the_line_of_status():
 
 
 def test_what_was_done_since_the_last_look(monkeypatch):
-    """Prompts that were never computed do not count; a look begins anew.
+    """Each look tells what was done since the one before, also of an engine that was started again meanwhile.
 
-    Mutation: `Recent.take` does not begin anew; `Recent.finished` counts prompts without a reason.
+    Mutation: `Recent.take` does not begin anew; it does not look whether the counts went back.
     """
     clock = [100.0]
     monkeypatch.setattr("sapwood.server.logs.time.monotonic", lambda: clock[0])
     recent = Recent()
-    recent.finished(DONE)
-    recent.finished(over(prompt(99, 0, ""), generated=1))
+    machine = Machine()
+    machine.serve("one", PROMPT)
+    machine.serve("two", PROMPT)
+    stats = stats_of(machine)
+    prompts, cached = 2 * len(PROMPT), stats["cache"]["cached_tokens"]
+    assert cached > 0
     clock[0] = 104.0
-    assert recent.take() == Interval(4.0, 812, 711, 21)
+    assert recent.take(stats, 21) == Interval(4.0, prompts, cached, 21)
     clock[0] = 105.0
-    assert recent.take() == Interval(1.0, 0, 0, 0)
+    assert recent.take(stats, 25) == Interval(1.0, 0, 0, 4)
+    machine.close()
+    machine = Machine()
+    machine.serve("one", PROMPT)
+    assert recent.take(stats_of(machine), 30) == Interval(0.0, len(PROMPT), 0, 5)
+    machine.close()

@@ -1,8 +1,9 @@
 """Text from tokens, as they come: a character is told when its last byte is there. No torch here: the API process makes
 the text of a server.
 
-Byte-level vocabularies, which most models have, are a table from tokens to bytes and an incremental UTF-8 decoder, a
-tenth of the cost of decoding. All others are decoded in a window that begins where text was last whole.
+Byte-level vocabularies, which most models have, are a table: the text of a token where that is whole characters, its
+bytes for an incremental UTF-8 decoder where not, a tenth of the cost of decoding. All others are decoded in a window
+that begins where text was last whole.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Detokenizer:
     def token_bytes(self, token: int) -> bytes:
         """The bytes of a token by itself."""
         if self._tables is not None:
-            return self._tables[False][token]
+            found = self._tables[False][token]
+            return found.encode() if isinstance(found, str) else found
         return self.decode([token], False).encode()
 
     def stream(self, prompt_tail: Sequence[int], skip_special_tokens: bool) -> Decoding:
@@ -56,22 +58,25 @@ class Detokenizer:
         return _Window(self.tokenizer.decode, skip_special_tokens, tail)
 
 
-class _ByteTable(dict[int, bytes]):
-    """Tokens of a byte-level vocabulary as bytes, each made when it is first asked for."""
+class _ByteTable(dict[int, str | bytes]):
+    """Tokens of a byte-level vocabulary as text, or as bytes where they are no whole characters, each made when it is
+    first asked for."""
 
     def __init__(self, tokenizer: Any, skipped: set[int]) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped
 
-    def __missing__(self, token: int) -> bytes:
+    def __missing__(self, token: int) -> str | bytes:
         named = None if token in self._skipped else self._tokenizer.id_to_token(token)
-        if named is None:
-            found = b""
-        else:
+        found: str | bytes = ""
+        if named is not None:
             try:
                 found = bytes([_BYTES[char] for char in named])
+                found = found.decode()
             except KeyError:  # a token that was added as text
-                found = named.encode()
+                found = named
+            except UnicodeDecodeError:
+                pass
         self[token] = found
         return found
 
@@ -87,18 +92,28 @@ _BYTES = _characters()
 
 
 class _Bytes:
-    __slots__ = ("_decode", "_table")
+    __slots__ = ("_decode", "_half", "_state", "_table")
 
     def __init__(self, table: _ByteTable, tail: list[int]) -> None:
         self._table = table
-        self._decode = _utf8("replace").decode
+        decoder = _utf8("replace")
+        self._decode, self._state = decoder.decode, decoder.getstate
+        self._half = False  # a character is not whole yet
         for token in tail:  # a prompt may end in half a character
-            self._decode(table[token])
+            self.push(token)
 
     def push(self, token: int) -> str:
-        return self._decode(self._table[token])
+        found = self._table[token]
+        if type(found) is str:
+            if not self._half:
+                return found
+            found = found.encode()
+        text = self._decode(found)  # type: ignore[arg-type]
+        self._half = bool(self._state()[0])
+        return text
 
     def finish(self) -> str:
+        self._half = False
         return self._decode(b"", True)
 
 

@@ -41,7 +41,11 @@ class TextStream:
         if self._decoding is None:
             return ""
         new = self._decoding.push(token)
-        return self._take(new) if new else ""
+        stops = self._stops
+        if stops is None or (not stops.begun and stops.firsts.isdisjoint(new)):
+            self._pieces.append(new)
+            return new
+        return self._take(new)
 
     def finish(self, stop_token: int | None = None) -> str:
         """The rest of the text. `stop_token`: the token that ended it (eos, or one of `stop_token_ids`) and was not
@@ -61,58 +65,49 @@ class TextStream:
 
     def _take(self, new: str) -> str:
         """What of the text held back and this new text is final."""
-        if self._stops is None:
+        stops = self._stops
+        if stops is None:
             self._pieces.append(new)
             return new
         text = self._held + new
-        found = self._stops.find(new)
+        found = stops.find(new)
         if found is not None and self.tokens > self._least:
             self.stopped, behind = found
             end = len(text) - behind
             final, self._held = text[: end if self._includes else end - len(self.stopped)], ""
         else:
-            kept = 0 if self._includes else self._stops.begun()
+            kept = 0 if self._includes else len(stops.begun)
             final, self._held = text[: len(text) - kept], text[len(text) - kept :]
         self._pieces.append(final)
         return final
 
 
 class _Stops:
-    """Stop strings, and the end of the text so far, as much of it as one of them could begin in."""
+    """Stop strings. `begun`: the longest end of the text so far that one of them begins with; `firsts`: a text without
+    these characters begins none."""
 
-    __slots__ = ("_begins", "_chars", "_firsts", "_longest", "_strings", "_tail")
+    __slots__ = ("_begins", "_longest", "_strings", "begun", "firsts")
 
     def __init__(self, strings: Sequence[str]) -> None:
+        self.begun = ""
+        self.firsts = {string[0] for string in strings}
         self._strings = strings
         self._longest = max(map(len, strings)) - 1
         self._begins = {string[:end] for string in strings for end in range(1, len(string))}
-        self._firsts = {string[0] for string in strings}
-        self._chars = {char for string in strings for char in string[:-1]}
-        self._tail = ""
 
     def find(self, new: str) -> tuple[str, int] | None:
         """The stop string that is complete first in a text that goes on with `new`, however that is cut; of those that
         end together, the longest. And how many characters are behind it."""
-        tail = self._tail
-        window = tail + new
-        self._tail = window[-self._longest :] if self._longest else ""
-        first = len(tail) + 1  # a string ends in `new`
+        window = self.begun + new
+        first = len(self.begun) + 1  # a string ends in `new`
         found: tuple[int, int, str] | None = None
         for string in self._strings:
             at = window.find(string, max(0, first - len(string)))
             if at >= 0 and (found is None or (at + len(string), -len(string)) < found[:2]):
                 found = at + len(string), -len(string), string
+        ends = range(max(0, len(window) - self._longest), len(window))
+        self.begun = next((window[at:] for at in ends if window[at] in self.firsts and window[at:] in self._begins), "")
         return None if found is None else (found[2], len(window) - found[0])
-
-    def begun(self) -> int:
-        """How many characters at the end of the text may become a stop string."""
-        tail = self._tail
-        if tail[-1:] not in self._chars:
-            return 0
-        for at in range(len(tail)):
-            if tail[at] in self._firsts and tail[at:] in self._begins:
-                return len(tail) - at
-        return 0
 
 
 def bad_word_tokens(tokenizer: Any, params: SamplingParams) -> tuple[tuple[int, ...], ...]:

@@ -34,10 +34,10 @@ from .admin import (
 from .anthropic import anthropic_error, count_tokens, messages
 from .chat import chat_completions
 from .completions import completions
-from .errors import ApiError
+from .errors import ApiError, Disconnected
 from .finished import Finished, FinishedPrompt
 from .generation import Generation
-from .http import Call, Disconnected, Headers
+from .http import Call, Headers
 from .openapi import description
 from .responses import delete_response, get_response, responses
 from .serving import Caller, Serving, new_id
@@ -65,7 +65,7 @@ class App:
     def __init__(self, serving: Serving, metrics: Callable[[], Awaitable[bytes]]) -> None:
         self.serving = serving
         self.watchers: list[Callable[[Finished], None]] = []
-        self.live = 0  # requests in flight
+        self.calls: set[Call] = set()  # in flight
         self._metrics = metrics
         self._keys = [key.encode() for key in sorted(serving.config.keys)]
         admin = serving.config.admin_key
@@ -122,7 +122,7 @@ class App:
         began = time.monotonic()
         generation: Generation | None = None
         problem = ""
-        self.live += 1
+        self.calls.add(call)
         try:
             try:
                 generation = await self._answer(call, given, there)
@@ -142,7 +142,7 @@ class App:
             if not call.status:
                 await self._refuse(call, path, ApiError(500, "something went wrong here; the log has it", "internal"))
         finally:
-            self.live -= 1
+            self.calls.discard(call)
             generation = generation or call.generation
             if generation is not None:
                 self._tell(call, generation, path, began, problem)
@@ -233,6 +233,7 @@ class App:
             space,
             prompts,
             generation.usage.completion,
+            generation.uncounted(),
             generation.reasons or ["abort"],
             began,
             generation.first,

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
+from msgspec.json import Encoder
 
 from .errors import ApiError, bad, shown
 from .generation import Generation, Model, Piece
@@ -14,26 +15,24 @@ from .logprobs import chat_logprobs
 from .schemas import ChatRequest, parse
 from .serving import Serving, new_id
 from .spoken import Reasoning, Spoken, Tools, read_tools
-from .tools import CallArguments, CallBegins, Content, call_id
+from .tools import CallBegins, Content, call_id
 from .usage import Usage, usage_of
 
 _MOST_TOP = 20
+encode = Encoder().encode
 
 
-class Delta(Struct, omit_defaults=True):
-    role: str | None = None
-    content: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+class ChoiceEnd(Struct):
+    """What stands behind the delta of a choice."""
 
-
-class ChunkChoice(Struct):
-    index: int
-    delta: Delta
     logprobs: Any = None
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+
+
+_NOTHING = b'{"content":""}'
+_PLAIN_END = b"," + encode(ChoiceEnd())[1:]
 
 
 class Chunk(Struct):
@@ -41,7 +40,7 @@ class Chunk(Struct):
     object: str
     created: int
     model: str
-    choices: list[ChunkChoice]
+    choices: list[Any]
     usage: Usage | UnsetType = UNSET
     cache: Any = UNSET
 
@@ -103,6 +102,8 @@ class ChatWriter:
         self.each = bool(options and options.continuous_usage_stats)
         self.top = request.top_logprobs or 0
         self.role = serving.config.response_role
+        frame = encode(Chunk(self.id, "chat.completion.chunk", self.created, self.model, [])).removesuffix(b"]}")
+        self._heads = [b'data: %b{"index":%d,"delta":' % (frame, index) for index in range(generation.params.n)]
         reasoning = request.separate_reasoning
         if reasoning is None:
             reasoning = serving.config.reasoning_parser == "think"
@@ -115,38 +116,48 @@ class ChatWriter:
 
     def opening(self) -> bytes:
         return b"".join(
-            self._chunk(ChunkChoice(index, Delta(role=self.role, content=""))) for index in range(len(self.samples))
+            self._chunk(index, encode({"role": self.role, "content": ""}), _PLAIN_END)
+            for index in range(len(self.samples))
         )
 
     def piece(self, piece: Piece) -> bytes:
         sample = self.samples[piece.index]
         parts = sample.spoken.push(piece.text) if piece.text else []
+        plain = piece.finish is None and not piece.likely and not self.request.return_token_ids
         if piece.finish is not None:
             parts += sample.spoken.finish()
-        sample.tokens += piece.tokens
-        choices = []
+        deltas = []
         for part in parts:
-            sample.add(part)
             delta = self._delta(sample, part)
-            if delta is not None:
-                choices.append(ChunkChoice(piece.index, delta))
-        if not choices and (piece.finish is not None or piece.likely):
-            choices.append(ChunkChoice(piece.index, Delta(content="")))
-        if not choices:
-            return b""
-        last = choices[-1]
+            if delta:
+                deltas.append(delta)
+        if not deltas:
+            if piece.finish is None and not piece.likely:
+                return b""
+            deltas.append(_NOTHING)
+        end = _PLAIN_END if plain else self._end(sample, piece)
+        if len(deltas) == 1:
+            return self._chunk(piece.index, deltas[0], end)
+        last = deltas.pop()
+        before = [self._chunk(piece.index, delta, _PLAIN_END) for delta in deltas]
+        return b"".join([*before, self._chunk(piece.index, last, end)])
+
+    def _end(self, sample: _Sample, piece: Piece) -> bytes:
+        """What the last choice of a piece tells besides its delta."""
+        end = ChoiceEnd()
         if piece.likely:
-            last.logprobs = chat_logprobs(piece.tokens, piece.likely, self.top, self.serving.tokens)
+            end.logprobs = chat_logprobs(piece.tokens, piece.likely, self.top, self.serving.tokens)
             if not self.request.stream:
-                sample.scores += last.logprobs["content"]
+                sample.scores += end.logprobs["content"]
         if self.request.return_token_ids:
-            last.token_ids = piece.tokens
+            sample.tokens += piece.tokens
+            end.token_ids = piece.tokens
         if piece.finish is not None:
             sample.ends(piece, self.tools)
-            last.finish_reason = sample.finish
+            end.finish_reason = sample.finish
             if piece.stop is not None:
-                last.stop_reason = piece.stop
-        return b"".join([self._chunk(choice) for choice in choices])
+                end.stop_reason = piece.stop
+        return b"," + encode(end)[1:]
 
     def closing(self) -> bytes:
         last = b""
@@ -162,22 +173,29 @@ class ChatWriter:
     def failed(self, error: ApiError) -> bytes:
         return event(error.body) + b"data: [DONE]\n\n"
 
-    def _chunk(self, choice: ChunkChoice) -> bytes:
-        chunk = Chunk(self.id, "chat.completion.chunk", self.created, self.model, [choice])
-        if self.each:
-            chunk.usage = usage_of(self.generation)
-        return event(chunk)
+    def _chunk(self, index: int, delta: bytes, end: bytes) -> bytes:
+        """All of a chunk but its delta and what stands behind it is known before."""
+        tail = b'],"usage":' + encode(usage_of(self.generation)) + b"}\n\n" if self.each else b"]}\n\n"
+        return self._heads[index] + delta + end + tail
 
-    def _delta(self, sample: _Sample, part: Any) -> Delta | None:
+    def _delta(self, sample: _Sample, part: Any) -> bytes:
+        """What a part is on the wire; nothing, if it is not shown. The sample keeps it too."""
         if isinstance(part, Content):
-            return Delta(content=part.text)
+            sample.content.append(part.text)
+            return b'{"content":' + encode(part.text) + b"}"
         if isinstance(part, Reasoning):
-            return Delta(reasoning_content=part.text) if self.shows_reasoning else None
+            sample.reasoning.append(part.text)
+            return b'{"reasoning_content":' + encode(part.text) + b"}" if self.shows_reasoning else b""
+        call: dict[str, Any]
         if isinstance(part, CallBegins):
-            call = sample.calls[part.index]
+            begun = {"id": call_id(sample.parser), "name": part.name, "arguments": []}
+            sample.calls.append(begun)
             function = {"name": part.name, "arguments": ""}
-            return Delta(tool_calls=[{"index": part.index, "id": call["id"], "type": "function", "function": function}])
-        return Delta(tool_calls=[{"index": part.index, "function": {"arguments": part.text}}])
+            call = {"index": part.index, "id": begun["id"], "type": "function", "function": function}
+        else:
+            sample.calls[part.index]["arguments"].append(part.text)
+            call = {"index": part.index, "function": {"arguments": part.text}}
+        return encode({"tool_calls": [call]})
 
     # ---- in one piece
 
@@ -232,16 +250,6 @@ class _Sample:
         self.scores: list[Any] = []
         self.finish: str | None = None
         self.stop: int | str | None = None
-
-    def add(self, part: Any) -> None:
-        if isinstance(part, Content):
-            self.content.append(part.text)
-        elif isinstance(part, Reasoning):
-            self.reasoning.append(part.text)
-        elif isinstance(part, CallBegins):
-            self.calls.append({"id": call_id(self.parser), "name": part.name, "arguments": []})
-        elif isinstance(part, CallArguments):
-            self.calls[part.index]["arguments"].append(part.text)
 
     def ends(self, piece: Piece, tools: Tools) -> None:
         self.finish, self.stop = piece.finish, piece.stop

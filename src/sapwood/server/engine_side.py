@@ -30,6 +30,7 @@ import zmq
 from sapwood.cache import held_events
 from sapwood.engine.requests import Requests
 from sapwood.engine.samples import Sample
+from sapwood.store import StoreError
 
 from .answers import Answers
 from .grammars import Grammars
@@ -56,7 +57,7 @@ from .messages import (
 )
 
 log = logging.getLogger(__name__)
-AHEAD = 16  # steps that are sent before the API must have taken the first of them
+AHEAD = 8  # steps that are sent before the API must have taken the first of them
 _RESTS = 1.0  # seconds at most
 _COLLECTS = 30.0  # seconds without rest after which the youngest garbage is collected all the same
 _SILENT = 1.0  # seconds after which the API hears that the engine lives
@@ -296,7 +297,7 @@ def main() -> int:
         engine, grammars, events = _opened(settings, send)
     except Exception as error:
         log.debug("the engine cannot start", exc_info=True)
-        known = isinstance(error, (ValueError, OSError, ImportError, MemoryError, RuntimeError))
+        known = isinstance(error, (ValueError, OSError, ImportError, MemoryError, RuntimeError, StoreError))
         send(Failed(str(error) if known and str(error) else repr(error)))
         if not known:
             log.exception("the engine cannot start")

@@ -27,6 +27,10 @@ _TYPES = {
 }
 
 
+class Disconnected(Exception):
+    """The client has left."""
+
+
 class ApiError(Exception):
     """`param`: the field that is wrong, as a path; `code`: a word that programs look at."""
 

@@ -32,6 +32,7 @@ class Finished(NamedTuple):
     namespace: bytes  # a digest of adapter and salt: equal for requests that may share
     prompts: list[FinishedPrompt]
     completion_tokens: int
+    uncounted_tokens: int  # of these: what /metrics was not told while it ran
     reasons: list[str]  # of its samples: stop, length, tool_calls, abort, error
     arrived: float
     first: float | None  # token

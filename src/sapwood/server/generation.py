@@ -8,7 +8,7 @@ The four APIs differ in how they write pieces down, and in nothing else.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -19,11 +19,10 @@ from sapwood.engine.detokenize import Detokenizer
 from sapwood.engine.params import SamplingParams
 from sapwood.engine.stops import TextStream
 
-from .errors import ApiError
+from .engine_side import AHEAD
+from .errors import ApiError, Disconnected
 from .link import LAG, Job, Lane
 from .messages import Begun, End, Likely
-
-_SLOW = 0.05  # seconds that a write may take before its reader counts as behind
 
 
 class Model(NamedTuple):
@@ -40,7 +39,7 @@ class Prompt(NamedTuple):
     text: str | None = None
 
 
-class Piece(msgspec.Struct, frozen=True):
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """What became final of a sample. `finish`: why it has ended, with its last piece."""
 
     index: int
@@ -77,9 +76,9 @@ class Generation:
         self.finished: str | None = None
         self.gaps: list[float] = []  # seconds between tokens of a sample
         self.reasons: list[str] = []  # why samples have ended
-        self._completion = 0
+        self._completion = self._counted = 0
         self._open = len(job.lanes)
-        self._slow = False
+        self._failed: ApiError | None = None
         self._texts = [
             None if detokenizer is None else TextStream(detokenizer, params, prompts[at // params.n].ids[-16:].tolist())
             for at in range(len(job.lanes))
@@ -96,72 +95,86 @@ class Generation:
         """For each prompt: what its first sample was served."""
         return [lane.begun for lane in self.job.lanes[:: self.params.n]]
 
+    def uncounted(self) -> int:
+        """Tokens that were generated since the last time this was asked."""
+        new = self._completion - self._counted
+        self._counted = self._completion
+        return new
+
     def scores(self, prompt: int) -> list[Likely | None] | None:
         """The log-probabilities of a prompt, where they were asked for."""
         return self.job.lanes[prompt * self.params.n].prompt
 
-    def wrote(self, seconds: float) -> None:
-        """How long the client took for the last piece."""
-        self._slow = seconds > _SLOW
+    @property
+    def open(self) -> bool:
+        """Some sample has not ended."""
+        return self._open > 0
 
-    async def pieces(self) -> AsyncIterator[list[Piece]]:
-        """Pieces as they come: one for each token while everybody keeps up; tokens that wait together go together when
-        the client or this process is behind. An empty list: nothing has come for a while. ApiError if the engine
-        refuses the request, or it fails. Leaving the loop aborts what still runs."""
+    def take(self) -> list[Piece]:
+        """What has come since the last time: a piece for each token while everybody keeps up; what has come together
+        for a sample goes together when the client or this process is behind. ApiError if the engine refuses the
+        request, or it fails; Disconnected if the client has left."""
         job = self.job
+        job.news = False
+        if job.gone:
+            self.finished = "disconnected"
+            raise Disconnected
+        if self._failed is not None:
+            raise self._failed
+        found: list[Piece] = []
         try:
-            while self._open:
-                await job.more()
-                if job.gone:
-                    self.finished = "disconnected"
-                    return
-                if job.idle:
-                    job.idle = False
-                    yield []
-                    continue
-                job.since = time.monotonic()
-                together = self._slow or job.link.lag > LAG
-                for index, lane in enumerate(job.lanes):
-                    if lane.news:
-                        pieces = self._take(index, lane, together)
-                        if pieces:
-                            yield pieces
-        finally:
-            if self.finished is None:
-                self.finished = "done" if not self._open else "aborted"
-            job.close()
+            for index, lane in enumerate(job.lanes):
+                if (lane.tokens or lane.end is not None) and not lane.over:
+                    self._take(index, lane, found)
+        except ApiError as error:
+            if not found:
+                raise
+            self._failed, job.news = error, True  # after what has come before it
+        return found
 
-    def _take(self, index: int, lane: Lane, together: bool) -> list[Piece]:
+    def close(self) -> None:
+        """Nobody takes any more: what still runs is aborted."""
+        if self.finished is None:
+            self.finished = "aborted" if self._open else "done"
+        self.job.close()
+
+    def _take(self, index: int, lane: Lane, found: list[Piece]) -> None:
         tokens, lane.tokens = lane.tokens, []
-        likely, lane.likely = lane.likely, []
+        likely = lane.likely
+        if likely:
+            lane.likely = []
         end, text = lane.end, self._texts[index]
-        if tokens:
+        before, count = len(found), len(tokens)
+        behind = count > 1 and (count > AHEAD or self.job.link.lag > LAG)
+        if count:
             now = self.job.since
             if self.first is None:
                 self.first = now
-            if self._lasts[index]:
-                self.gaps += [(now - self._lasts[index]) / len(tokens)] * len(tokens)
-            self._lasts[index] = now
-        found: list[Piece] = []
-        last = tokens.pop() if tokens and end is not None and end.reason == "stop" else None
+            last, self._lasts[index] = self._lasts[index], now
+            if last and count == 1:
+                self.gaps.append(now - last)
+            elif last:
+                self.gaps += [(now - last) / count] * count
+        ending = tokens.pop() if tokens and end is not None and end.reason == "stop" else None
         for at, token in enumerate(tokens):
             self._completion += 1
             new = "" if text is None else text.push(token)
-            stopped = None if text is None else text.stopped
-            scores = likely[at : at + 1]
-            if stopped is not None:
-                found.append(Piece(index, new, [token], scores, "stop", stopped))
+            scores = likely[at : at + 1] if likely else likely
+            if text is not None and text.stopped is not None:
+                found.append(Piece(index, new, [token], scores, "stop", text.stopped))
                 self._ends(index, "stop")
                 if end is None:
                     self.job.over(index)
-                return _joined(found) if together else found
+                break
             found.append(Piece(index, new, [token], scores))
-        if end is not None:
-            if end.reason in ("refused", "error", "abort", "timeout"):
-                self.reasons.append(end.reason)
-            found.append(self._last(index, end, last, text, likely[len(tokens) :]))
-            self._ends(index, end.reason)
-        return _joined(found) if together else found
+        else:
+            if end is not None:
+                if end.reason in ("refused", "error", "abort", "timeout"):
+                    self.reasons.append(end.reason)
+                found.append(self._last(index, end, ending, text, likely[len(tokens) :]))
+                self._ends(index, end.reason)
+        if behind:
+            found[before:] = [_joined(found[before:])]
 
     def _last(self, index: int, end: End, token: int | None, text: TextStream | None, likely: list[Likely]) -> Piece:
         if end.reason == "refused":
@@ -185,17 +198,13 @@ class Generation:
         self._open -= 1
 
 
-def _joined(pieces: list[Piece]) -> list[Piece]:
-    if len(pieces) < 2:
-        return pieces
+def _joined(pieces: list[Piece]) -> Piece:
     last = pieces[-1]
-    return [
-        Piece(
-            last.index,
-            "".join([piece.text for piece in pieces]),
-            [token for piece in pieces for token in piece.tokens],
-            [each for piece in pieces for each in piece.likely],
-            last.finish,
-            last.stop,
-        )
-    ]
+    return Piece(
+        last.index,
+        "".join([piece.text for piece in pieces]),
+        [token for piece in pieces for token in piece.tokens],
+        [each for piece in pieces for each in piece.likely],
+        last.finish,
+        last.stop,
+    )

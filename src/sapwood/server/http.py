@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import msgspec
 
-from .errors import ApiError
+from .errors import ApiError, Disconnected
 from .generation import Generation, Piece
 from .serving import Caller
 
@@ -25,10 +25,6 @@ _STREAM: Headers = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-
-
-class Disconnected(Exception):
-    """The client has left."""
 
 
 class Writer(Protocol):
@@ -91,35 +87,33 @@ class Call:
     async def whole(self, generation: Generation, writer: Writer) -> None:
         """Wait for all of it, and answer in one piece."""
         self.generation = generation
-        async with _Watched(self, generation):
-            async for pieces in generation.pieces():
-                for piece in pieces:
-                    writer.piece(piece)
-        if generation.finished == "disconnected":
-            raise Disconnected
+
+        def reads() -> None:
+            for piece in generation.take():
+                writer.piece(piece)
+
+        async with _Watched(self, generation, reads):
+            while generation.open:
+                await generation.job.more()
         await self.json(writer.whole())
 
     async def stream(self, generation: Generation, writer: Writer, keepalive: float) -> None:
         """Answer as it comes. Nothing is sent before the engine has taken the request: what it refuses is a 4xx."""
         self.generation = generation
-        async with _Watched(self, generation, keepalive):
+        job = generation.job
+
+        def reads() -> list[bytes]:
+            if self.status and not job.idle:
+                return [writer.piece(piece) for piece in generation.take()]
+            events = [] if self.status else [writer.opening()]  # not sent, if the engine refuses the request
+            if job.idle:
+                job.idle = False
+                return [*events, _KEEP_ALIVE]
+            return events + [writer.piece(piece) for piece in generation.take()]
+
+        async with _Watched(self, generation, reads, keepalive):
             try:
-                async for pieces in generation.pieces():
-                    if not self.status:
-                        await self._begin(writer)
-                    if not pieces:
-                        await self._write(_KEEP_ALIVE)
-                        continue
-                    for piece in pieces:
-                        event = writer.piece(piece)
-                        if event:
-                            began = time.monotonic()
-                            await self._write(event)
-                            generation.wrote(time.monotonic() - began)
-                if generation.finished == "disconnected":
-                    raise Disconnected
-                if not self.status:
-                    await self._begin(writer)
+                await asyncio.create_task(self._pump(generation))
                 await self._write(writer.closing())
             except ApiError as error:
                 if not self.status:
@@ -127,23 +121,38 @@ class Call:
                 await self._write(writer.failed(error))
         await self.send({"type": "http.response.body", "body": b""})
 
-    async def _begin(self, writer: Writer) -> None:
-        self.status = 200
-        await self.send({"type": "http.response.start", "status": 200, "headers": [*_STREAM, *self._headers]})
-        opening = writer.opening()
-        if opening:
-            await self._write(opening)
+    async def _pump(self, generation: Generation) -> None:
+        """Write events as `reads` makes them. A task of its own: to be woken for each token costs more, the more
+        coroutines wait for each other."""
+        send, more = self.send, generation.job.more
+        while generation.open:
+            events = await more()
+            if not self.status:
+                self.status = 200
+                await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM, *self._headers]})
+            for event in events:
+                if event:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
 
     async def _write(self, event: bytes) -> None:
         await self.send({"type": "http.response.body", "body": event, "more_body": True})
 
 
-class _Watched:
-    """While a generation runs: the client's leaving ends it, and long silence is told."""
+def _nothing() -> None:
+    pass
 
-    def __init__(self, call: Call, generation: Generation, keepalive: float | None = None) -> None:
+
+class _Watched:
+    """While a generation runs: `reads` is asked for what has come of it, the client's leaving ends it, and long silence
+    is told."""
+
+    def __init__(
+        self, call: Call, generation: Generation, reads: Callable[[], Any], keepalive: float | None = None
+    ) -> None:
         self._call = call
+        self._generation = generation
         self._job = generation.job
+        self._job.reads = reads
         self._keepalive = keepalive
         self._timer: asyncio.TimerHandle | None = None
 
@@ -154,6 +163,8 @@ class _Watched:
             self._tick()
 
     async def __aexit__(self, *_: object) -> None:
+        self._generation.close()
+        self._job.reads = _nothing  # it knows the job, and nobody waits for a garbage collector
         if self._timer is not None:
             self._timer.cancel()
         self._task.cancel()

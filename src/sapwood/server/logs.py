@@ -62,24 +62,22 @@ class Interval(NamedTuple):
 
 
 class Recent:
-    """What requests that are over took, since the last look."""
+    """What was done since the last look, from counts that only grow."""
 
     def __init__(self) -> None:
         self._since = time.monotonic()
-        self._prompt = self._cached = self._generated = 0
+        self._counted = (0, 0, 0)
 
-    def finished(self, done: Finished) -> None:
-        for prompt in done.prompts:
-            if prompt.reason:
-                self._prompt += len(prompt.ids)
-                self._cached += prompt.cached
-        self._generated += done.completion_tokens
-
-    def take(self) -> Interval:
-        now = time.monotonic()
-        taken = Interval(now - self._since, self._prompt, self._cached, self._generated)
+    def take(self, stats: Mapping[str, Any], generated: int) -> Interval:
+        """`stats`: of the engine; `generated`: tokens since the start. An engine that was started again counts anew."""
+        now, (prompt, cached, out) = time.monotonic(), self._counted
+        self._counted = stats["cache"]["prompt_tokens"], stats["cache"]["cached_tokens"], generated
+        if self._counted[0] < prompt:
+            prompt = cached = 0
+        taken = Interval(
+            now - self._since, self._counted[0] - prompt, self._counted[1] - cached, self._counted[2] - out
+        )
         self._since = now
-        self._prompt = self._cached = self._generated = 0
         return taken
 
 

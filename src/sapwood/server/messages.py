@@ -60,7 +60,7 @@ class Ask(_Message):
 
 
 class Taken(_Message):
-    """The API has dispatched all messages up to this step."""
+    """The API has dispatched all messages up to this step. Told every few steps."""
 
     step: int
 

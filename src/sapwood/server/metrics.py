@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from .figures import TIERS, by_tier, is_miss
 from .finished import Finished
+from .generation import Model
 from .histogram import FIRST_TOKEN, GAP, QUICK_GAP, QUICK_REQUEST, REQUEST, Histogram, one_two_five
 from .metrics_engine import EngineFamilies
 
@@ -61,7 +62,7 @@ class Metrics:
         self._answers = Histogram(lengths)
 
     def finished(self, done: Finished) -> None:
-        adapter = "base" if done.adapter is None else self._adapters.of(done.adapter)
+        adapter = self._adapter(done.adapter)
         self._requests[self._paths.of(done.path), str(done.status)] += 1
         for prompt in done.prompts:
             if not prompt.reason:  # never computed
@@ -77,7 +78,7 @@ class Metrics:
                 self._misses[self._reasons.of(prompt.reason), adapter] += 1
         for reason in done.reasons:
             self._success[_FINISHED.get(reason, "error")] += 1
-        self._generated[(adapter,)] += done.completion_tokens
+        self._generated[(adapter,)] += done.uncounted_tokens
         self._answers.add(done.completion_tokens / max(1, len(done.reasons)), len(done.reasons))
         self._whole.add(done.ended - done.arrived)
         if done.first is not None:
@@ -86,6 +87,13 @@ class Metrics:
             if done.prompts:
                 self._prefill.add(max(0.0, done.first - done.arrived - done.prompts[0].queued))
         self._gaps.add_all(done.gaps)
+
+    def generated(self, model: Model, tokens: int) -> None:
+        """A request that still runs has got so many more tokens."""
+        self._generated[(self._adapter(None if model.adapter is None else model.name),)] += tokens
+
+    def _adapter(self, name: str | None) -> str:
+        return "base" if name is None else self._adapters.of(name)
 
     def render(self, stats: Mapping[str, Any] | None, running: int, waiting: int) -> bytes:
         """The text of /metrics. `stats`: None while the engine does not answer."""

@@ -23,6 +23,8 @@ from typing import Any
 import msgspec
 import uvicorn
 
+from sapwood.store.uri import parse
+
 from .app import App
 from .config import ServerConfig
 from .defaults import generation_defaults
@@ -40,6 +42,7 @@ from .tools import guess_parser
 
 log = logging.getLogger("sapwood")
 _CUT = 2.0  # seconds for streams that are cut to tell so
+_GARBAGE = 20_000  # objects made since the last collection: a step of many streams makes thousands, and no cycles
 _CLOSE = 15.0  # seconds for the engine to write back what it owes a store
 _BACKOFF = (1.0, 2.0, 5.0, 15.0, 60.0)  # seconds before an engine that died is started again
 
@@ -163,12 +166,13 @@ class _Server:
             serving.adapters[name] = await self.link.ask("load_adapter", name=name, path=where)
             serving.paths[name] = where
         self.metrics = self.metrics or Metrics(serving.names[0], {**ready.facts, "max_model_len": ready.max_model_len})
-        self.app.watchers = [self.metrics.finished, RequestLog().finished, self.recent.finished]
+        self.app.watchers = [self.metrics.finished, RequestLog().finished]
         if config.record_trace is not None:
             self.recorder = self.recorder or TraceRecorder(config.record_trace, config.record_trace_bytes, None)
             self.app.watchers.append(self.recorder.finished)
         gc.collect()
         gc.freeze()  # what was loaded stays: collections look at requests alone
+        gc.set_threshold(_GARBAGE, 10, 10)
         self._say_ready(ready, loaded)
 
     def _name(self, ready: Ready) -> str:
@@ -192,7 +196,7 @@ class _Server:
 
     def _say_ready(self, ready: Ready, loaded: float) -> None:
         store = self.flags.get("store")
-        log.info("store: %s", store or "none")
+        log.info("store: %s", parse(store).shown if store else "none")  # without its password
         seconds = ", ".join(f"{what} {spent:.1f}" for what, spent in self.link.spent.items() if spent >= 0.05)
         log.info(
             "ready in %.1f s (%s, tokenizer %.1f): %s, %s tokens of context",
@@ -221,7 +225,8 @@ class _Server:
             log.warning("%s again: ending at once", which.name)
             self.link.kill()
             os._exit(130 if which == signal.SIGINT else 143)
-        log.info("%s: no new requests; %d may end within %.0f s", which.name, self.app.live, self.config.drain_seconds)
+        live, seconds = len(self.app.calls), self.config.drain_seconds
+        log.info("%s: no new requests; %d may end within %.0f s", which.name, live, seconds)
         self._end(0)
 
     def _end(self, status: int) -> None:
@@ -233,11 +238,11 @@ class _Server:
         """Let those who run end; then tell the rest that they will not."""
         if self.link.down is None:
             until = time.monotonic() + self.config.drain_seconds
-            while self.app.live and time.monotonic() < until:
+            while self.app.calls and time.monotonic() < until:
                 await asyncio.sleep(0.02)
             self.link.cut("the server is stopping")
         until = time.monotonic() + _CUT
-        while self.app.live and time.monotonic() < until:
+        while self.app.calls and time.monotonic() < until:
             await asyncio.sleep(0.01)
 
     def _engine_died(self, why: str) -> None:
@@ -269,6 +274,9 @@ class _Server:
             stats = await asyncio.wait_for(self.link.ask("stats"), 2.0)
         waiting = self.link.waiting
         running = len(self.link.lanes) - waiting
+        for call in self.app.calls:
+            if call.generation is not None:
+                self.metrics.generated(call.generation.model, call.generation.uncounted())
         return await asyncio.to_thread(self.metrics.render, stats, running, waiting)
 
     async def _say_status(self) -> None:
@@ -286,4 +294,4 @@ class _Server:
                 stats = await self.link.ask("stats")
                 waiting = self.link.waiting
                 running = len(self.link.lanes) - waiting
-                log.info("%s", status_line(stats, running, waiting, self.recent.take()))
+                log.info("%s", status_line(stats, running, waiting, self.recent.take(stats, self.link.generated)))

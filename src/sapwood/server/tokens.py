@@ -9,7 +9,10 @@ loaded; where it is not, prompts are encoded whole.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import re
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +29,7 @@ Ids = npt.NDArray[np.int32]
 _SHORT = 2000  # characters that are encoded at once, without a thread; and tokens that are decoded so
 _SLICE = 32768  # characters that are counted at once
 _MOST_SEGMENTS = 16384
+_NICE = 10  # how much less the threads count than the event loop, where both want one core
 _KEPT = 64 << 20  # bytes of segments and their ids
 _TRIED = (
     "Hello world",
@@ -49,7 +53,7 @@ class Tokens:
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.detokenizer = Detokenizer(self.tokenizer)
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenize", initializer=_give_way)
         added = self.tokenizer.get_added_tokens_decoder()
         self.special = {token.content: id for id, token in added.items() if token.special}
         self._special_ids = {text: np.int32(id).tobytes() for text, id in self.special.items()}
@@ -164,3 +168,9 @@ class Tokens:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _give_way() -> None:
+    """For a thread whose work may wait for the streams."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
