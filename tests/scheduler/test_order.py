@@ -150,6 +150,29 @@ def test_s02_who_streams_does_not_wait_for_long_prompts(overlap):
         run.idle().right_answers()
 
 
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_s02_prompts_get_on_beside_as_many_streams_as_may_be(overlap):
+    """`mixed_tokens` that the decode rows use up, and more: a prompt still gets a page in each step.
+
+    Mutation: `Planner._begin` leaves the budget at 0 and below.
+    """
+    for mixed in (1, 5, 6):
+        run = Run(*groups_of("full", 16, pages=400), page=16, budget=100, batch=8, mixed_tokens=mixed, overlap=overlap)
+        for n in range(5):
+            run.submit(f"stream{n}", toks(1 + n, 4), 60)
+        while run.live and not all(
+            run.rows_by(f"stream{n}")[-1:] and run.rows_by(f"stream{n}")[-1].start >= 4 for n in range(5)
+        ):
+            run.step()
+        before = len(run.rows)
+        run.submit("new", toks(9, 90), 1)
+        while "new" in run.live:
+            run.step()
+        chunks = [row.length for row in run.rows_by("new")]
+        assert sum(chunks) == 90 and chunks[0] == (16 if mixed < 6 else 1) and len(run.rows) - before < 100
+        run.idle().right_answers()
+
+
 @each_page
 @pytest.mark.parametrize("layout", ["full+state", "full+2windows+state", "window+state"])
 def test_s02_chunks_of_state_models_are_cut_where_a_snapshot_is_worth_having(layout, page):

@@ -18,8 +18,8 @@ class SchedulerConfig:
 
     max_batch_tokens     tokens computed in one step
     max_batch_size       live requests: those that hold memory
-    mixed_tokens         tokens computed in one step that has decode rows, which wait for all of them; more than there
-                         can be decode rows, so that prompts get on beside them. 0: max_batch_tokens
+    mixed_tokens         tokens computed in one step that has decode rows, which wait for all of them. With as many
+                         decode rows or more, prompts get a page in each step. 0: max_batch_tokens
     max_loras            different adapters in one batch; 0: no cap
     mixed                prefills and decodes in one batch, decodes first; else a batch is of one kind, prefills first
     overlap              plans that may be made while another runs: with 1, the next one before the tokens of the last
@@ -75,8 +75,7 @@ class SchedulerConfig:
         whole_number("max_batch_tokens", self.max_batch_tokens, 1, _MOST)
         whole_number("max_batch_size", self.max_batch_size, 1, 1 << 20)
         whole_number("max_loras", self.max_loras, 0, 1 << 20)
-        if self.mixed_tokens:
-            whole_number("mixed_tokens", self.mixed_tokens, self.max_batch_size + 1, self.max_batch_tokens)
+        whole_number("mixed_tokens", self.mixed_tokens, 0, self.max_batch_tokens)
         whole_number("overlap", self.overlap, 0, 1)
         whole_number("prefetch_threshold", self.prefetch_threshold, 1, _MOST)
         whole_number("max_tries", self.max_tries, 1, 1 << 20)

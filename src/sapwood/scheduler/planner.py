@@ -98,6 +98,8 @@ class Planner:
     def _begin(self, rows: int) -> None:
         self.number = self.book.step + 1
         self.budget = (self.mixed_tokens if rows else self.config.max_batch_tokens) - rows
+        if self.budget <= 0:  # as many stream as may be in a step: prompts get on, however slowly
+            self.budget = min(self.page, self.config.max_batch_tokens - rows)
         self.copies: list[PageCopy] = []
         if self.config.max_loras:
             self.gate = Gate(self.config.max_loras, self.book.decoding.adapters)  # who prefills will decode with them

@@ -153,8 +153,8 @@ class Fuzz:
         self.seed, self.layout = seed, layout
         rng = self.random = random.Random(f"{layout} {seed}" + (" again" if other else ""))
         config = LAYOUTS[layout].config(rng)
-        few = config.max_batch_size + 1  # tokens in a plan with decode rows, for some
-        mixed = few if seed % 5 > 2 and few < config.max_batch_tokens else 0
+        few = (0, 0, 0, config.max_batch_size + 1, max(1, config.max_batch_size // 2))[seed % 5]
+        mixed = few if few < config.max_batch_tokens else 0  # tokens in a plan with decode rows
         self.config = replace(config, overlap=seed % 2, mixed_tokens=mixed)
         self.scheduler = Scheduler(self.config)
         self.cache = self.scheduler.cache
