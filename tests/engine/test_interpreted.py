@@ -1,5 +1,5 @@
-"""The tests of GPU kernels, where there is no GPU: under Triton's interpreter, in a process that has Triton and the numpy
-it needs (`make env` puts them beside the other packages)."""
+"""The tests of GPU kernels, where there is no GPU: under Triton's interpreter, in a process that has Triton and the
+numpy it needs (`make env` puts them beside the other packages)."""
 
 from __future__ import annotations
 

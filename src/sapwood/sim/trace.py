@@ -64,7 +64,7 @@ class Asked(NamedTuple):
             for end, source in self.parts.get(block, ()):
                 tokens[at, begin:end] += np.int32((source - block) * BLOCK)
                 begin = end
-        return tokens.reshape(-1)[: self.length]
+        return tokens.reshape(-1)[: self.length].astype(np.int32, copy=False)
 
 
 def read_trace(path: Path | str, limit: int | None = None) -> list[Asked]:
