@@ -238,7 +238,7 @@ def test_a_port_in_use(start):
 def test_a_stores_password_is_in_no_log(start, tmp_path):
     """The log says where the store is, without what follows it; and why it cannot be opened, in one line.
 
-    Mutation: `_say_ready` shows the flag as it was given; `StoreError` is not known in `main`.
+    Mutation: `_say_ready` shows the flag as it was given; `StoreError` is not known in `main` of the engine's side.
     """
     server = start(store=f"file://{tmp_path}?size=8MiB", host_pages=64)
     assert server.said(r"store: (.*)")[1] == f"file://{tmp_path}"

@@ -30,7 +30,6 @@ import zmq
 from sapwood.cache import held_events
 from sapwood.engine.requests import Requests
 from sapwood.engine.samples import Sample
-from sapwood.store import StoreError
 
 from .answers import Answers
 from .grammars import Grammars
@@ -297,7 +296,7 @@ def main() -> int:
         engine, grammars, events = _opened(settings, send)
     except Exception as error:
         log.debug("the engine cannot start", exc_info=True)
-        known = isinstance(error, (ValueError, OSError, ImportError, MemoryError, RuntimeError, StoreError))
+        known = isinstance(error, (ValueError, OSError, ImportError, MemoryError, RuntimeError))
         send(Failed(str(error) if known and str(error) else repr(error)))
         if not known:
             log.exception("the engine cannot start")
@@ -348,7 +347,7 @@ def _opened(settings: Settings, send: Any) -> tuple[Requests, Grammars | None, K
             list(engine.eos),
             engine.scheduler.config.page_size,
             {} if getattr(engine, "adapters", None) is None else engine.adapters.names(),  # type: ignore[attr-defined]
-            opened.facts,
+            {**opened.facts, "store": (engine.loop.tiers.stats()["store"] or {}).get("uri")},
         )
     )
     return engine, grammars, events

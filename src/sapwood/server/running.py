@@ -23,8 +23,6 @@ from typing import Any
 import msgspec
 import uvicorn
 
-from sapwood.store.uri import parse
-
 from .app import App
 from .config import ServerConfig
 from .defaults import generation_defaults
@@ -195,8 +193,7 @@ class _Server:
         return f"{scheme}://{f'[{host}]' if ':' in str(host) else host}:{port}"
 
     def _say_ready(self, ready: Ready, loaded: float) -> None:
-        store = self.flags.get("store")
-        log.info("store: %s", parse(store).shown if store else "none")  # without its password
+        log.info("store: %s", ready.facts["store"] or "none")
         seconds = ", ".join(f"{what} {spent:.1f}" for what, spent in self.link.spent.items() if spent >= 0.05)
         log.info(
             "ready in %.1f s (%s, tokenizer %.1f): %s, %s tokens of context",

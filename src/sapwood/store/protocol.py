@@ -19,7 +19,7 @@ MISSING: Final = -1  # in `Got.size`: the backend has no such key
 FAILED: Final = -2  # the backend could not tell, now
 
 
-class StoreError(Exception):
+class StoreError(RuntimeError):
     """A store that cannot be used, and why. Never holds credentials."""
 
 
