@@ -200,7 +200,7 @@ class Driver:
         landed: list[Lease] = []
         begin = clock()
         if leases:
-            cache.publish_rows(leases, pages)
+            cache.publish_rows(leases, pages, step)
         spans = list(cache.step_commit(step).real)
         for turn in over:
             span = cache.finish_request(turn.lease, b"", turn.last, None)

@@ -219,7 +219,7 @@ class Engine:
             request.computed += length
             if request.id in sampled:
                 request.tokens.append(sampled[request.id])
-            self._publish(request)
+            self._publish(request, step)
             if len(request.generated) >= request.max_tokens:
                 ended.append(request)
         commit = self.cache.step_commit(step, max(self.flights, default=None))
@@ -235,14 +235,14 @@ class Engine:
                 self.cache.slide(request.lease, request.real)
         self.check()
 
-    def _publish(self, request: Request) -> None:
+    def _publish(self, request: Request, step: int) -> None:
         """Generated pages that are full and computed go to the tree."""
         lease = request.lease
         known = token_bytes(request.tokens)
         while lease.depth < request.real // self.page:
             before = lease.depth
             page = known[4 * self.page * before : 4 * self.page * (before + 1)]
-            self.cache.publish_rows([lease], [page])
+            self.cache.publish_rows([lease], [page], step)
             if lease.depth == before:
                 return
 

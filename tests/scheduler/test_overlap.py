@@ -11,6 +11,7 @@ import pytest
 from sapwood.cache import CacheGroup, Namespace
 from sapwood.scheduler import Abort, Ended, Finish, ProtocolError, RequestSpec, StepDone, StepFailed
 from sapwood.sim.executor import ContentExecutor
+from sapwood.sim.replay import Replay
 
 from .driver import BASE, LAYOUTS, Run, adapter, answer, each_layout, full, groups_of, has_state, rows_of, toks
 from .shop import Shop
@@ -602,3 +603,54 @@ def test_generations_of_decode_rows():
     assert seen[0] == seen[1] == seen[2] == seen[3] != seen[4] == seen[5] != seen[6] == seen[7]
     assert rows_of(run.plans[4])[0].id == "ann" and isinstance(run.executor, ContentExecutor)
     run.idle()
+
+
+# ---- what a later plan was made on
+
+
+@pytest.mark.parametrize("layout", ["full", "full+window"])
+def test_s14_a_page_is_told_of_after_the_page_it_follows(layout):
+    """A prompt of another request ends with the token that a decode row has just yielded: its last page is promised by
+    the plan behind that row's, and the row goes on below it. When that plan is done, both become real, and routers hear
+    of the upper page first.
+
+    Mutation: `HybridPrefixCache.publish_rows` does not call `computed`; or `Outcome._publish` does not name the step.
+    """
+    run = Piped(*groups_of(layout, 1), page=1, events=True)
+    replay = Replay(run.cache)
+    prompt = toks(1, 8)
+    run.submit("one", prompt, 6)
+    run.plan(), run.plan()
+    run.done()
+    run.submit("other", prompt + answer(BASE, prompt, 1), 3)
+    assert [(row.id, row.start) for row in rows_of(run.plan())] == [("one", 9), ("other", 8)]
+    run.done()
+    run.done()
+    replay.hear(run.scheduler.drain_events())
+    replay.compare()
+    run.idle().right_answers()
+
+
+@pytest.mark.parametrize("evicted", ["before", "after"])
+def test_s14_what_became_real_stays_with_a_row_whose_namespace_goes(evicted):
+    """A request begins on what the plan before its own promised. That one is done, its own fails, and the namespace is
+    evicted before or after: it goes on from there, with pages that were its own all along.
+
+    Mutation: `Steps.rewind` sends every detached lease back to 0.
+    """
+    run = Piped(full())
+    prompt = toks(1, 32)
+    run.submit("one", prompt, 4)
+    run.plan()
+    run.submit("two", prompt + toks(2, 16), 4)
+    assert [(row.id, row.start) for row in rows_of(run.plan())] == [("one", 32), ("two", 32)]
+    if evicted == "before":
+        run.scheduler.evict_namespace(BASE)
+    run.done()
+    run.fail()
+    if evicted == "after":
+        run.scheduler.evict_namespace(BASE)
+    rows = len(run.rows_by("two"))
+    run.idle().right_answers()
+    assert run.rows_by("two")[rows].start == 32
+    run.all_free()

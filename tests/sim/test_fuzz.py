@@ -10,12 +10,14 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
-from sapwood.cache import HybridPrefixCache
+from sapwood.cache import CacheGroup, HybridPrefixCache
 from sapwood.scheduler import RequestSpec, Scheduler, StepFailed
 from sapwood.sim import __main__ as command
+from sapwood.sim.executor import ContentExecutor
 from sapwood.sim.fuzz import Fuzz, Report, fuzz
 from sapwood.sim.layouts import LAYOUTS
 
@@ -40,6 +42,12 @@ def attack(layout: str, seeds: Iterable[int]) -> None:
 def test_fuzz(layout: str) -> None:
     """Contents, invariants, events, ends and the naive memory agree after every step; then everything is free."""
     attack(layout, range(SEEDS))
+
+
+@pytest.mark.parametrize(("layout", "seed"), [("full/1", 2095532889), ("full+window/1", 3738515317)])
+def test_seeds_that_once_failed(layout: str, seed: int) -> None:
+    """A page told of before its parent; a row that goes on, in an evicted namespace, from what had become real."""
+    attack(layout, [seed])
 
 
 @pytest.mark.long
@@ -224,6 +232,76 @@ def test_a_poisonous_request_ends_as_failed_and_the_others_go_on() -> None:
         poisoned += report.ended.get("failed", 0)
         assert set(report.ended) <= {"stop", "length", "failed"}
     assert poisoned > 5
+
+
+def two_in_a_row(seed: int = 1) -> Fuzz:
+    """Two plans are in flight: in the second "two" begins at 32, on what "one" computes in the first. "late" waits."""
+    attack = Fuzz(seed, "full")
+    config = replace(attack.config, max_batch_tokens=64, max_batch_size=2, mixed_tokens=0, prefix_caching=True)
+    attack.config = replace(config, events=False, mixed=True, groups=(CacheGroup("full", "full", 40),))
+    attack.scheduler = Scheduler(attack.config)
+    attack.cache = attack.scheduler.cache
+    attack.executor = ContentExecutor(attack.scheduler)
+    attack.failing = attack.trouble = attack.unloads = attack.poison = 0.0
+    attack.traffic.spaces = [RequestSpec("", [1], 1).namespace]
+    attack.load, attack.backlog = 2.0, 10
+    prompt = list(range(1, 33))
+    for id, tokens in (("one", prompt), ("two", [*prompt, *range(50, 60)]), ("late", [*prompt, 99])):
+        attack.traffic.arrivals = lambda id=id, tokens=tokens: [RequestSpec(id, tokens, 4)]  # type: ignore[method-assign]
+        attack.arrive()
+        if id != "late":
+            attack.executor.begin(attack.plan())
+    assert [(row.request.spec.id, row.start) for row in attack.flying[1].rows] == [("one", 32), ("two", 32)]
+    return attack
+
+
+@pytest.mark.parametrize("evicted", ["before", "after"])
+def test_a_row_may_go_on_from_what_became_real_before_its_namespace_went(evicted: str) -> None:
+    """The first plan is done, the second fails, and the namespace is evicted before or after: "two" goes on from 32,
+    and that is no adoption.
+
+    Mutation: `Fuzz.finish` does not call `keep`; or `keep` asks `promises`, which knows only the newest epoch.
+    """
+    attack = two_in_a_row()
+    if evicted == "before":
+        attack.evict()
+    attack.finish()
+    assert attack.live["two"].held == 32
+    attack.failing = 1.0
+    attack.finish()
+    if evicted == "after":
+        attack.evict()
+    attack.drain()
+    attack.leave_nothing()
+
+
+def test_what_never_became_real_is_nobodys() -> None:
+    """The first plan fails: "two" has nothing of it.
+
+    Mutation: `Fuzz.finish` calls `keep` whatever became of the step.
+    """
+    attack = two_in_a_row()
+    attack.failing = 1.0
+    attack.finish()
+    assert attack.live["two"].held == 0
+    attack.drain()
+    attack.leave_nothing()
+
+
+def test_who_waited_may_not_adopt_what_was_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same story with a namespace that does not go: "late" had no row when it was evicted, and is caught.
+
+    Mutation: `Fuzz.keep` raises `held` of every live request.
+    """
+    keep_an_unloaded_adapter(monkeypatch)
+    keep_what_was_flushed(monkeypatch)
+    attack = two_in_a_row()
+    attack.finish()
+    attack.failing = 1.0
+    attack.finish()
+    attack.evict()
+    with pytest.raises(AssertionError, match="late: adopts in a namespace that was evicted"):
+        attack.drain()
 
 
 # ---- the command

@@ -319,8 +319,10 @@ class HybridPrefixCache:
             flight = steps.flight(step)
             self._publisher.publish(lease, tokens, 0, upto, flight, steps.oldest(step) if lease.deps else step)
 
-    def publish_rows(self, leases: Sequence[Lease], pages: Sequence[bytes]) -> None:
-        """Each lease has computed one more page, real already: hand it to the tree. `pages` are their tokens."""
+    def publish_rows(self, leases: Sequence[Lease], pages: Sequence[bytes], step: int | None = None) -> None:
+        """Each lease has computed one more page, real already: hand it to the tree. `pages` are their tokens. `step` is
+        the one that computed them, if its `step_commit` comes only after this: what it promised is real first, for some
+        of these pages may follow on it."""
         size = self._tree.page_bytes
         if len(pages) != len(leases):
             raise ValueError(f"pages must be one page of tokens a lease, got {len(pages)} for {len(leases)} leases")
@@ -333,6 +335,8 @@ class HybridPrefixCache:
         short = self._publisher.short_of_pages(leases)
         if short is not None:
             self._has_pages(short, short.depth + 1)
+        if step is not None:
+            self._steps.computed(step)
         for lease, duplicates in self._publisher.publish_rows(leases, pages):
             self._steps.remember_duplicates(lease, duplicates)
 

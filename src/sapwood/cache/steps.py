@@ -69,28 +69,19 @@ class Steps:
     # ---- events
 
     def commit(self, step: int, reading: int | None) -> Commit:
-        tree, publisher, flights = self.tree, self.publisher, self.flights
+        publisher, flights = self.publisher, self.flights
         if flights or step <= self.last:
             self._in_order(step)
         self.last = step
-        tree.now += 1
+        self.tree.now += 1
         flight = flights.pop(step, None) if flights else None
         self.counts["steps" if step > self.doomed else "steps_failed"] += 1
         if flight is None and not (self.unsettled or publisher.real or publisher.replaced):
             return _NO_NEWS
         if flight is not None:
             if step > self.doomed:
-                plain = publisher.plain
-                for promise in flight.promises:
-                    if not promise.lease.root.hooked:
-                        continue
-                    unmark(tree, promise)
-                    if not plain:
-                        publisher.became_real(promise.lease, promise.node, promise.first, promise.last, promise.fills)
-                tree.promises -= len(flight.promises)
-                for promise in flight.promises:
-                    if promise.duplicates:
-                        self.remember_duplicates(promise.lease, promise.duplicates)
+                if flight.promises:
+                    self._keep_promises(flight)
                 for snapshot in flight.snapshots:
                     self.snapshots.land(snapshot)
             self._over(flight)
@@ -104,6 +95,29 @@ class Steps:
         real, replaced = self.publisher.take()
         self.counts["duplicates_freed"] += len(replaced)
         return Commit(real, replaced)
+
+    def computed(self, step: int) -> None:
+        """Step `step` is about to be committed: what it promised is real from now on."""
+        if self.flights or step <= self.last:
+            self._in_order(step)
+        flight = self.flights.get(step)
+        if flight is not None and flight.promises and step > self.doomed:
+            self._keep_promises(flight)
+
+    def _keep_promises(self, flight: Flight) -> None:
+        tree, publisher = self.tree, self.publisher
+        plain, promises = publisher.plain, flight.promises
+        flight.promises = []
+        for promise in promises:
+            if not promise.lease.root.hooked:
+                continue
+            unmark(tree, promise)
+            if not plain:
+                publisher.became_real(promise.lease, promise.node, promise.first, promise.last, promise.fills)
+        tree.promises -= len(promises)
+        for promise in promises:
+            if promise.duplicates:
+                self.remember_duplicates(promise.lease, promise.duplicates)
 
     def remember_duplicates(self, lease: Lease, duplicates: list[tuple[int, int]]) -> None:
         """To be given up when the tree's pages are real, or with the lease."""

@@ -51,7 +51,7 @@ class Outcome:
         if decodes:
             crossed = decoding.advance(flight.decodes, flight.generation, tokens[:decodes])
             if crossed or retired:
-                self._publish(crossed, retired)
+                self._publish(crossed, retired, flight.step)
             if self.apart:
                 for request in flight.decodes:
                     request.overtaken = 0
@@ -85,7 +85,7 @@ class Outcome:
         if self.planner.retries:
             self.planner.strike(flight.rows())
 
-    def _publish(self, crossed: list[Request], retired: list[Request]) -> None:
+    def _publish(self, crossed: list[Request], retired: list[Request], step: int) -> None:
         """Rows whose page is full hand it to the tree, and keep its tokens."""
         pages = self.book.decoding.full_pages(crossed) if crossed else []
         leases: list[Any] = [request.lease for request in crossed]
@@ -97,7 +97,7 @@ class Outcome:
                 pages.append(request.tokens[-4 * self.config.page_size :])
                 leases.append(request.lease)
         if leases:
-            self.cache.publish_rows(leases, pages)
+            self.cache.publish_rows(leases, pages, step)
 
     def _after_chunks(self, chunks: list[Chunk], tokens: npt.NDArray[Any]) -> None:
         """Rows that yielded a token end with it, or decode from now on."""

@@ -534,6 +534,7 @@ class Fuzz:
                 self.memory.setdefault(namespace, set()).update(digests)
                 if self.config.store:
                     self.stored.setdefault(namespace, set()).update(digests)
+            self.keep(flight)
         del self.flying[0]
         if rng.random() < self.trouble / 2:
             after = self.interruptions()
@@ -599,10 +600,25 @@ class Fuzz:
         """What a row in flight computes may be read by rows of its own and of later plans, and by others once it is
         done. Of tokens that are not known yet nothing can be read."""
         request = row.request
-        if request.spec.writes_cache and request.epoch == self.epochs.get(request.spec.namespace, 0):
-            digests: list[int] = self.digests(request)[row.start : row.start + row.length].tolist()
-            return digests
-        return []
+        return self.shows(row) if request.epoch == self.epochs.get(request.spec.namespace, 0) else []
+
+    def shows(self, row: _Row) -> list[int]:
+        """What a row computes for all who share its root."""
+        if not row.request.spec.writes_cache:
+            return []
+        digests: list[int] = self.digests(row.request)[row.start : row.start + row.length].tolist()
+        return digests
+
+    def keep(self, done: _Flight) -> None:
+        """Rows of later plans began on what this one promised. It is real now, and theirs: should their own step fail
+        they go on from there, even if their namespace is evicted meanwhile."""
+        for row in [row for later in self.flying if later is not done for row in later.rows]:
+            request = row.request
+            root = (request.spec.namespace, request.epoch)
+            same = [one for one in done.rows if (one.request.spec.namespace, one.request.epoch) == root]
+            real = {value for one in same for value in self.shows(one)}
+            begun = enumerate(self.digests(request)[: row.start].tolist(), 1)
+            request.held = max([request.held, *(at for at, value in begun if value in real)])
 
     def believe(self, request: _Request, start: int) -> None:
         """A row that begins beyond what its request has computed found the rest in the cache; somebody of its namespace
