@@ -16,7 +16,13 @@ BESIDE = Path(sys.prefix) / "interpreter"
 
 @pytest.mark.skipif(not (BESIDE / "triton").is_dir(), reason="Triton is not installed, and `make` could not install it")
 @pytest.mark.parametrize(
-    "file", ["engine/test_triton_attention.py", "engine/test_triton_kernels.py", "models/test_gpu_steps.py"]
+    "file",
+    [
+        "engine/test_triton_attention.py",
+        "engine/test_triton_kernels.py",
+        "models/test_gpu_steps.py",
+        "models/test_ragged.py",
+    ],
 )
 def test_under_the_interpreter(file):
     """All tests of the file run there, and pass.

@@ -157,7 +157,12 @@ class ServedModel:
         return self.forward(flat.ids, flat.positions, flat.wanted, attend, flat.states)
 
     def forward(
-        self, ids: Tensor, positions: Tensor, wanted: Tensor, attend: Attend, states: recurrent.Rows | None
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        wanted: Tensor,
+        attend: Attend,
+        states: recurrent.Rows | recurrent.Runs | None,
     ) -> Tensor:
         """The logits of the tokens that are wanted. `attend` writes what each layer has of K and V, and attends."""
         arguments: dict[str, Any] = {"input_ids": ids[None], "use_cache": False}

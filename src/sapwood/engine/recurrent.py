@@ -6,7 +6,8 @@ and instead of a cache the states of their slots, which are read before and writ
 
     slots ---gather---> states ---mixer---> states ---scatter---> slots
 
-A fresh row begins with a slot of zeros, which a mixer takes for a state like any other.
+A fresh row begins with a slot of zeros, which a mixer takes for a state like any other. On a GPU most mixers take all
+tokens of a step at once instead (ragged.py).
 """
 
 from __future__ import annotations
@@ -32,6 +33,13 @@ class Rows(NamedTuple):
     chunks: list[tuple[int, int, Tensor]]  # tokens [first, last), and the slot as [1]
 
 
+class Runs(NamedTuple):
+    """The rows of a step for mixers that take all tokens at once: int32, on the device."""
+
+    whose: Tensor  # [T] the row of each token; -1: padding
+    rows: Tensor  # [R, 3] first token, how many, and the slot of the state; a row of no tokens is none
+
+
 class _Same(dict[int, Any]):
     """The same for every layer that is asked for."""
 
@@ -43,7 +51,7 @@ class _Same(dict[int, Any]):
         return self.value
 
 
-class _States:
+class States:
     """What a mixer takes for its cache: the states of one layer, for the rows of one call. Older mixers look into
     `cache.layers[layer_idx]`, later ones ask `get_conv_state(layer_idx)`."""
 
@@ -82,13 +90,24 @@ class _States:
         return kept
 
 
+class InPlace(States):
+    """The same for a mixer that takes all tokens: the states of all slots, which have been written when it is done."""
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Tensor:
+        raise NotImplementedError("a mixer that asks for more than its state")
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Tensor:
+        return recurrent_states
+
+
 class Mixers:
     """The recurrent layers of a model. `bind` gives each its memory; within `running` they work on a step's slots."""
 
     def __init__(self, model: Any) -> None:
         self.layers: dict[int, Any] = {}
         self._memory: dict[int, dict[str, Tensor]] = {}  # layer -> part -> [slots + 1, ...]
-        self._rows: Rows | None = None
+        self.rows: Rows | Runs | None = None  # of the step that runs
+        self.ragged: dict[int, Callable[..., Any]] = {}  # forwards that take all tokens of a step at once
         for module in model.modules():
             layer = getattr(module, "layer_idx", None)
             if layer is not None and _is_mixer(module):
@@ -104,12 +123,12 @@ class Mixers:
                 self._loops[type(module)] = not self._chunks_go_on(module, layer)
 
     @contextmanager
-    def running(self, rows: Rows | None) -> Iterator[None]:
-        self._rows = rows
+    def running(self, rows: Rows | Runs | None) -> Iterator[None]:
+        self.rows = rows
         try:
             yield
         finally:
-            self._rows = None
+            self.rows = None
 
     def _wrap(self, module: Any, layer: int) -> None:
         inner: Callable[..., Tensor] = module.forward
@@ -117,14 +136,18 @@ class Mixers:
         cache = next(name for name in _CACHE_NAMES if name in parameters)
 
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            rows = self._rows
+            rows = self.rows
             if rows is None:
                 return inner(hidden_states, *args, **kwargs)
             kwargs = {name: value for name, value in kwargs.items() if name not in (cache, "attention_mask")}
+            if isinstance(rows, Runs):
+                given = hidden_states.transpose(0, 1)  # every token a row
+                return _first(self.ragged[layer](given, **{cache: InPlace(self._memory[layer])}, **kwargs)).transpose(
+                    0, 1
+                )
 
             def call(some: Tensor, states: dict[str, Tensor]) -> Tensor:
-                answer = inner(some, **{cache: _States(states)}, **kwargs)
-                return answer[0] if isinstance(answer, tuple) else answer
+                return _first(inner(some, **{cache: States(states)}, **kwargs))
 
             return self._run(module, layer, hidden_states, rows, call)
 
@@ -164,15 +187,15 @@ class Mixers:
     def _chunks_go_on(self, module: Any, layer: int) -> bool:
         """Whether a chunk of several tokens goes on from the state it is given. (Some scans begin from zeros.) Asked in
         float32: what a state does may be less than what bf16 rounds off."""
-        with _in_float32(module):
+        with in_float32(module):
             return self._asked(module, layer)
 
     def _asked(self, module: Any, layer: int) -> bool:
         weight = next(module.parameters())
-        size = _hidden_size(module)
+        size = hidden_size(module)
         generator = torch.Generator().manual_seed(1)
         hidden = torch.randn(1, 7, size, generator=generator).to(weight)
-        memory = {part: _exact(torch.zeros_like(kept[:2])) for part, kept in self._memory[layer].items()}
+        memory = self.small(layer, 2)
         slot = torch.ones(1, dtype=torch.long, device=weight.device)
         answers = []
         for ends in ([3, 7], [3, 4, 5, 6, 7]):
@@ -181,15 +204,20 @@ class Mixers:
             begin, parts = 0, []
             for end in ends:
                 rows = Rows(None, slot[:0], slot[:0], [(0, end - begin, slot)])
-                with self.running(rows), self._on(layer, memory):
+                with self.running(rows), self.on(layer, memory):
                     parts.append(module.forward(hidden[:, begin:end]))
                 begin = end
             answers.append(torch.cat(parts, 1).double())
         off = (answers[0] - answers[1]).abs().max() / answers[1].abs().max().clamp_min(1e-6)
         return bool(off < _CLOSE)
 
+    def small(self, layer: int, slots: int) -> dict[str, Tensor]:
+        """Memory like a layer's, of a few slots, in float32 at least."""
+        return {part: exact(torch.zeros_like(kept[:slots])) for part, kept in self._memory[layer].items()}
+
     @contextmanager
-    def _on(self, layer: int, memory: dict[str, Tensor]) -> Iterator[None]:
+    def on(self, layer: int, memory: dict[str, Tensor]) -> Iterator[None]:
+        """A layer with other memory, for a while."""
         before, self._memory = self._memory, {**self._memory, layer: memory}
         try:
             yield
@@ -197,12 +225,17 @@ class Mixers:
             self._memory = before
 
 
+def _first(answer: Any) -> Tensor:
+    found: Tensor = answer[0] if isinstance(answer, tuple) else answer
+    return found
+
+
 @contextmanager
-def _in_float32(module: Any) -> Iterator[None]:
+def in_float32(module: Any) -> Iterator[None]:
     """A module's weights in float32 at least, for a while."""
     before = [(tensor, tensor.data) for tensor in (*module.parameters(), *module.buffers())]
     for tensor, data in before:
-        tensor.data = _exact(data)
+        tensor.data = exact(data)
     try:
         yield
     finally:
@@ -210,7 +243,7 @@ def _in_float32(module: Any) -> Iterator[None]:
             tensor.data = data
 
 
-def _exact(tensor: Tensor) -> Tensor:
+def exact(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
@@ -225,7 +258,7 @@ def _is_mixer(module: Any) -> bool:
         return False
 
 
-def _hidden_size(module: Any) -> int:
+def hidden_size(module: Any) -> int:
     for name in ("in_proj", "in_proj_qkvz", "in_proj_qkv"):
         if hasattr(module, name):
             return int(getattr(module, name).in_features)

@@ -1,6 +1,6 @@
 """The numbers of a step in one buffer of int32: packed on host, sent in one copy, read by kernels at fixed places.
 
-    | changes | tokens | positions | wanted | targets | states | adapters | places by group | items and merges | ...
+    | changes | tokens | positions | wanted | targets | states, runs | adapters | places | items, merges | ...
 
 There is one layout for steps of any size up to the largest, so that a graph finds everything where it was when it was
 captured. Two copies on host, in pinned memory: one is packed while the other may still be on its way.
@@ -33,6 +33,7 @@ class Room(NamedTuple):
     """The largest step."""
 
     tokens: int
+    wanted: int
     rows: int
     groups: tuple[str, ...]  # that attention reads
     lists: tuple[ListRoom, ...]
@@ -47,7 +48,9 @@ class Packed:
     positions [T]
     wanted    [R] the tokens whose logits are wanted
     targets   [R] the slots whose last token those become
-    states    [T] the state slot of each token, where every row has one
+    states    [T] the state slot of each token
+    whose     [T] the row of each token; -1: padding
+    runs      [rows, 3] first token, how many, and the state slot of each row
     adapters  [T] the slot of each token's adapter; 0: it has none
     places    by group [T]: page * page size + offset that K and V go to
     items, merges   by work list
@@ -60,9 +63,11 @@ class Packed:
         self.changed = self._take(2, CHANGES)
         self.tokens = self._take(room.tokens)
         self.positions = self._take(room.tokens)
-        self.wanted = self._take(room.rows)
-        self.targets = self._take(room.rows)
+        self.wanted = self._take(room.wanted)
+        self.targets = self._take(room.wanted)
         self.states = self._take(room.tokens)
+        self.whose = self._take(room.tokens)
+        self.runs = self._take(room.rows, 3)
         self.adapters = self._take(room.tokens)
         self.places = {group: self._take(room.tokens) for group in room.groups}
         self.items = [self._take(each.items, ITEM) for each in room.lists]
@@ -114,3 +119,9 @@ class StepBuffer:
         if self._cuda:
             self._sent[self._turn] = torch.cuda.Event()
             self._sent[self._turn].record()
+
+
+def pinned(numbers: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """A copy that can be sent while others work."""
+    here = torch.from_numpy(numbers)
+    return here.pin_memory() if device.type == "cuda" else here.clone()

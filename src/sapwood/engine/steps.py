@@ -102,7 +102,7 @@ class Greedy:
     def over(self, plan: Plan) -> None: ...
 
 
-class _Scores(NamedTuple):
+class Scores(NamedTuple):
     """Log-probabilities of some of a prompt's tokens, on the device."""
 
     row: int
@@ -111,11 +111,11 @@ class _Scores(NamedTuple):
     logprobs: Logprobs
 
 
-class _Running(NamedTuple):
+class Running(NamedTuple):
     plan: Plan
     rows: list[int]  # of the batch, that sample
     drawn: Sampled
-    scores: list[_Scores]
+    scores: list[Scores]
 
 
 class ModelExecutor:
@@ -131,7 +131,7 @@ class ModelExecutor:
         self.told: dict[int, Told] = {}
         self.most = 1 << 30  # tokens of a piece; less after a step that memory did not suffice for
         self._last = torch.zeros(slots, dtype=torch.long, device=self.device)
-        self._running: deque[_Running] = deque()
+        self._running: deque[Running] = deque()
         self._state = next((group.name for group in served.groups if group.family == "state"), None)
 
     def begin(self, plan: Plan) -> None:
@@ -164,10 +164,10 @@ class ModelExecutor:
             torch.cuda.empty_cache()
         return False
 
-    def _run(self, plan: Plan) -> _Running:
+    def _run(self, plan: Plan) -> Running:
         batch = plan.batch
         scored = self.hooks.scored(plan)
-        scores: list[_Scores] = []
+        scores: list[Scores] = []
         found: list[Tensor] = []
         self._copy(plan.copies, "before")
         for piece in pieces(batch, self.most):
@@ -184,9 +184,8 @@ class ModelExecutor:
         rows = batch.samples.nonzero()[0].tolist()
         drawn = self.hooks.draw(torch.cat(found) if len(found) > 1 else found[0], plan, rows)
         if rows:
-            slots = torch.from_numpy(batch.slots[rows].astype(np.int64)).to(self.device)
-            self._last[slots] = drawn.tokens
-        return _Running(plan, rows, drawn, scores)
+            self._last[self._put(batch.slots[rows])] = drawn.tokens
+        return Running(plan, rows, drawn, scores)
 
     def finish(self, block: bool = True) -> Sequence[Event]:
         plan, rows, drawn, scores = self._running.popleft()
@@ -253,22 +252,19 @@ class ModelExecutor:
         return torch.from_numpy(numbers.astype(np.int64)).to(self.device)
 
     def _states(self, begins: Any, lengths: Any, slots: Any) -> recurrent.Rows:
-        device, slots = self.device, slots.astype(np.int64)
-        single = (lengths == 1).nonzero()[0]
+        single, put = (lengths == 1).nonzero()[0], self._put
         return recurrent.Rows(
-            begins[single],
-            torch.from_numpy(begins[single]).to(device),
-            torch.from_numpy(slots[single]).to(device),
+            *(begins[single], put(begins[single]), put(slots[single])),
             [
-                (int(begins[i]), int(begins[i] + lengths[i]), torch.from_numpy(slots[i : i + 1]).to(device))
+                (int(begins[i]), int(begins[i] + lengths[i]), put(slots[i : i + 1]))
                 for i in (lengths > 1).nonzero()[0].tolist()
             ],
         )
 
-    def _score(self, row: int, first: int, tokens: Tensor, logits: Tensor) -> Iterator[_Scores]:
+    def _score(self, row: int, first: int, tokens: Tensor, logits: Tensor) -> Iterator[Scores]:
         for at in range(0, len(tokens), _SCORED):
             some = tokens[at : at + _SCORED]
-            yield _Scores(row, first + at, some, logprobs_of(logits[at : at + _SCORED], some, True))
+            yield Scores(row, first + at, some, logprobs_of(logits[at : at + _SCORED], some, True))
 
     # ---- memory
 
@@ -282,12 +278,13 @@ class ModelExecutor:
             rows = self.arena.rows[name]
             fresh = [copy.target for copy in some if name == self._state and not copy.source]
             if fresh:
-                rows[torch.tensor(fresh, device=self.device)] = 0
+                rows[self._put(np.array(fresh))] = 0
             some = [copy for copy in some if copy.source]
             if some:
-                sources = torch.tensor([copy.source for copy in some], device=self.device)
-                targets = torch.tensor([copy.target for copy in some], device=self.device)
-                rows[targets] = rows.index_select(0, sources)
+                sources, targets = (
+                    np.array(pages) for pages in zip(*((c.source, c.target) for c in some), strict=True)
+                )
+                rows[self._put(targets)] = rows.index_select(0, self._put(sources))
 
     def _scrub(self, flat: Flat) -> None:
         """A page whose first token comes now shows nothing of whoever had it before: what is masked is multiplied by
@@ -303,7 +300,7 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
-def _told(plan: Plan, rows: list[int], drawn: Sampled, scores: list[_Scores]) -> Told:
+def _told(plan: Plan, rows: list[int], drawn: Sampled, scores: list[Scores]) -> Told:
     ids = plan.batch.ids
     told = Told({}, {})
     if drawn.logprobs is not None:

@@ -33,6 +33,7 @@ class Known:
 
     def __init__(self, tables: dict[str, int], slots: int, device: torch.device) -> None:
         """`tables`: how many columns each has."""
+        self.slots = slots
         sizes = {name: (slots + 1) * columns for name, columns in tables.items()}
         self._tables = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device)
         self.last = torch.zeros(slots + 1, dtype=torch.long, device=device)

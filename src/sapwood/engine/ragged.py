@@ -1,0 +1,111 @@
+"""Recurrent layers over all tokens of a step at once, whatever its rows are, so that a CUDA graph can hold them.
+
+A mixer of transformers goes on from its state in one or two places, each a function of its file. Given one token a row,
+all the rest of it treats tokens alike: so it is called with every token of the step as a row, and those functions are
+kernels that know where rows begin and end, and which state each has (triton_states.py):
+
+    causal_conv1d_update
+    mamba_selective_state_update, mamba2_selective_state_update
+    torch_recurrent_gated_delta_rule
+
+A mixer is run so if it answers as before: the first of each class is asked both ways.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import types
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .recurrent import Mixers, Rows, Runs, hidden_size, in_float32
+
+log = logging.getLogger(__name__)
+_CLOSE = 1e-4  # relative, in float32
+
+
+def take_all_tokens(mixers: Mixers, functions: Any) -> bool:
+    """Let mixers that can take all tokens of a step at once do so. Whether all can; which cannot is said. `functions`:
+    the module that has `conv`, `scan` and `delta_rule`."""
+    can: dict[type, bool] = {}
+    for layer, module in mixers.layers.items():
+        forward = _over_all_tokens(module, mixers, functions)
+        if type(module) not in can:
+            can[type(module)] = forward is not None and _answers_as_before(mixers, layer, module, forward)
+            if not can[type(module)]:
+                log.warning("%s: steps with prompts in them run without graphs", type(module).__name__)
+        if forward is not None and can[type(module)]:
+            mixers.ragged[layer] = forward
+    return len(mixers.ragged) == len(mixers.layers)
+
+
+def _over_all_tokens(module: Any, mixers: Mixers, functions: Any) -> Callable[..., Any] | None:
+    """A mixer's own code, with other functions where it goes on from its state."""
+    function: Any = inspect.unwrap(type(module).forward)
+    low, high = getattr(module, "time_step_limit", None) or (0.0, math.inf)
+    if "causal_conv1d_update" not in function.__code__.co_names or (low, high) != (0.0, math.inf):
+        return None  # with limits transformers itself takes prompts otherwise than answers
+    names = {
+        **function.__globals__,
+        "causal_conv1d_update": _of_step(mixers, functions.conv),
+        "mamba_selective_state_update": _of_step(mixers, functions.scan),
+        "mamba2_selective_state_update": _of_step(mixers, functions.scan),
+        "torch_recurrent_gated_delta_rule": _of_step(mixers, functions.delta_rule),
+    }
+    copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return partial(copy, module)
+
+
+def _of_step(mixers: Mixers, function: Callable[..., Any]) -> Callable[..., Any]:
+    def with_runs(*args: Any, **kwargs: Any) -> Any:
+        return function(mixers.rows, *args, **kwargs)
+
+    return with_runs
+
+
+@torch.no_grad()
+def _answers_as_before(mixers: Mixers, layer: int, module: Any, forward: Callable[..., Any]) -> bool:
+    """Some rows both ways, from states that are no zeros, in float32: what comes out, and what is left in the slots."""
+    device = next(module.parameters()).device
+    generator = torch.Generator().manual_seed(1)
+
+    def some(*shape: int) -> Tensor:
+        return 0.5 * torch.randn(*shape, generator=generator)
+
+    lengths, slots = (1, 6, 1, 2), (3, 1, 4, 2)
+    firsts = (0, 1, 7, 8)
+    hidden = some(1, sum(lengths) + 2, hidden_size(module)).to(device)  # two more than there are rows for
+    states = {part: some(*kept.shape).to(kept) for part, kept in mixers.small(layer, 5).items()}
+    place = partial(torch.tensor, device=device)
+    at = [first for first, length in zip(firsts, lengths, strict=True) if length == 1]
+    chunks = [(f, f + n, place([s])) for f, n, s in zip(firsts, lengths, slots, strict=True) if n > 1]
+    apart = Rows(None, place(at), place([slots[firsts.index(first)] for first in at]), chunks)
+    whose = [row for row, length in enumerate(lengths) for _ in range(length)]
+    rows = [*zip(firsts, lengths, slots, strict=True), (0, 0, 0)]
+    runs = Runs(place([*whose, -1, -1], dtype=torch.int32), place(rows, dtype=torch.int32))
+    answers = []
+    mixers.ragged[layer] = forward
+    try:
+        with in_float32(module):
+            for way, given in ((apart, hidden[:, : len(whose)]), (runs, hidden)):
+                memory = {part: kept.clone() for part, kept in states.items()}
+                with mixers.running(way), mixers.on(layer, memory):
+                    out = module.forward(given.to(next(module.parameters()).dtype))[:, : len(whose)]
+                answers.append([out, *(memory[part][1:] for part in sorted(memory))])
+    except (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        log.warning("%s: %s", type(module).__name__, (str(error).strip() or type(error).__name__).splitlines()[0])
+        return False
+    finally:
+        del mixers.ragged[layer]
+    return all(_off(*pair) < _CLOSE for pair in zip(*answers, strict=True))
+
+
+def _off(one: Tensor, other: Tensor) -> float:
+    return float((one.float() - other.float()).norm() / other.float().norm().clamp_min(1e-20))
