@@ -10,8 +10,10 @@ import peft
 import pytest
 
 from sapwood.cache import CacheGroup
-from sapwood.engine.adapters import Adapters
+from sapwood.engine.adapters import Adapters, ReadRouting, Routing
 from sapwood.engine.attention import FoldedAttention, rows_of
+from sapwood.engine.latents import page_latents
+from sapwood.engine.lora_files import Pair
 from sapwood.engine.model import Flat, ServedModel
 from sapwood.engine.transfer_torch import TorchArena
 
@@ -240,3 +242,29 @@ def _alone(model: Any, folder: Any, tokens: list[int]) -> Any:
         model = peft.PeftModel.from_pretrained(model, folder)
     with torch.inference_mode():
         return model(torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+def test_adapters_of_latents_are_read_from_the_device():
+    """Which token has which adapter may be known to the device alone, as in a graph: queries and values are the same.
+
+    Mutation: `ReadRouting.of` is true for slot 0 too; `Wrapped.present` leaves out the last slot.
+    """
+    model = build("deepseek-v3", torch.float32)
+    (latent, *_) = page_latents(model).values()
+    adapters = Adapters(model, 3, 4)
+    wrapped: Any = latent._up.forward
+    random = torch.Generator().manual_seed(5)
+    out, wide = latent._up.weight.shape
+    for slot, rank in ((1, 4), (3, 2)):
+        pair = Pair(torch.randn(rank, wide, generator=random), torch.randn(out, rank, generator=random))
+        wrapped.upload(slot, pair)
+    slots = np.array([0, 3, 1, 1, 0, 3], np.int32)
+    q = torch.randn(1, latent._heads, 6, latent._nope + ROPE, generator=random)
+    gathered = torch.randn(1, 6, latent._heads, latent.rank, generator=random)
+    found = []
+    for routing in (Routing(slots, torch.device("cpu")), ReadRouting(torch.from_numpy(slots)), None):
+        with torch.inference_mode(), adapters.applied(routing):
+            found.append((latent.query(q), latent.values(gathered)))
+    for known, read, base in zip(*found, strict=True):
+        torch.testing.assert_close(known, read)
+        assert (known - base).norm() > 0.1 * base.norm()

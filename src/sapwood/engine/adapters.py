@@ -112,7 +112,7 @@ class Adapters:
     def capturable(self) -> bool:
         """Whether a forward with adapters can be captured in a CUDA graph, inside `applied(ReadRouting(...))`: all that
         adapters add is added by kernels. Ask after `only_called`."""
-        return all(stack.grouped for stack in self._stacks) and not self._forward.read
+        return all(stack.grouped for stack in self._stacks)
 
     # Names and host copies.
 

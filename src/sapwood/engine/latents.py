@@ -47,16 +47,18 @@ class Latent:
         """[1, H, T, nope + rope] of the module -> [1, H, T, rank + rope], which sees latents."""
         nope, rope = q[..., : self._nope], q[..., self._nope :]
         seen = nope @ self._by_head(self._up.weight)[:, : self._nope]
-        for (a, b), tokens in added_to(self._up, q.shape[2]):
-            seen[:, :, tokens] += nope[:, :, tokens] @ self._by_head(b.t())[:, : self._nope] @ a.t()
+        for added in added_to(self._up, q.shape[2]):
+            a, b = added.pair.a.t(), self._by_head(added.pair.b.t())[:, : self._nope]
+            added.to(seen, nope, lambda some, a=a, b=b: some @ b @ a)  # type: ignore[misc]
         return torch.cat([seen, rope], -1)
 
     def values(self, gathered: Tensor) -> Tensor:
         """[1, T, H, rank] of latents -> [1, T, H, value], which the module expects."""
         latents = gathered.transpose(1, 2)
         values = latents @ self._by_head(self._up.weight)[:, self._nope :].transpose(1, 2)
-        for (a, b), tokens in added_to(self._up, gathered.shape[1]):
-            values[:, :, tokens] += latents[:, :, tokens] @ a @ self._by_head(b.t())[:, self._nope :].transpose(1, 2)
+        for added in added_to(self._up, gathered.shape[1]):
+            a, b = added.pair.a, self._by_head(added.pair.b.t())[:, self._nope :].transpose(1, 2)
+            added.to(values, latents, lambda some, a=a, b=b: some @ a @ b)  # type: ignore[misc]
         return values.transpose(1, 2)
 
     def _by_head(self, weight: Tensor) -> Tensor:

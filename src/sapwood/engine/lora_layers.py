@@ -33,10 +33,18 @@ class Span(NamedTuple):
 
 
 class Added(NamedTuple):
-    """What one adapter adds to a linear layer, [in, rank] and [rank, out], and to which tokens."""
+    """What one adapter adds to a linear layer, [in, rank] and [rank, out], and to which tokens: a range, their index,
+    or one number a token, 1 or 0."""
 
     pair: Pair
     tokens: slice | Tensor
+
+    def to(self, total: Tensor, x: Tensor, change: Callable[[Tensor], Tensor]) -> None:
+        """Add a linear `change` of these tokens of `x` [1, H, T, in] to `total` [1, H, T, out]."""
+        if isinstance(self.tokens, Tensor) and self.tokens.is_floating_point():
+            total += change(x * self.tokens[:, None])
+        else:
+            total[:, :, self.tokens] += change(x[:, :, self.tokens])
 
 
 class Routing:
@@ -88,9 +96,9 @@ class ReadRouting:
     def __len__(self) -> int:
         return len(self.on_device)
 
-    @property
-    def spans(self) -> list[Span]:
-        raise RuntimeError("which tokens have which slot is not known to the host here: only kernels can add adapters")
+    def of(self, slot: int, dtype: torch.dtype) -> Tensor:
+        """1 for each token of a slot, 0 for the others."""
+        return (self.on_device == slot).to(dtype)
 
     def part(self, tokens: slice | Tensor) -> ReadRouting:
         """As `Routing.part`; the index is on the device too."""
@@ -104,7 +112,6 @@ class Forward:
     def __init__(self) -> None:
         self.routing: Routing | ReadRouting | None = None
         self.called: set[str] | None = None
-        self.read: set[str] = set()  # layers whose weights somebody else computes with: see `added_to`
         self._side: torch.cuda.Stream | None = None
 
     @contextlib.contextmanager
@@ -165,6 +172,8 @@ class Stack:
         if routing is None or not self.used_by(routing):
             return product(x)
         if kernels is None:
+            if isinstance(routing, ReadRouting):
+                raise RuntimeError("the host does not know which tokens have which slot: only kernels can add adapters")
             y = product(x)
             for part in self.parts:
                 part.add(routing, flat, y.view(len(flat), -1)[:, part.columns])
@@ -201,12 +210,16 @@ class Wrapped:
 
     def present(self, routing: Routing | ReadRouting, tokens: int) -> list[Added]:
         """What is added to the outputs of a batch of so many tokens."""
-        added = [Added(pair, span.tokens) for span in routing.spans if (pair := self.in_use[span.slot]) is not None]
+        if isinstance(routing, ReadRouting):
+            slots = range(1, len(self.a))
+            added = [Added(Pair(self.a[s].t(), self.b[s].t()), routing.of(s, self.a.dtype)) for s in slots]
+        else:
+            added = [Added(pair, span.tokens) for span in routing.spans if (pair := self.in_use[span.slot]) is not None]
         if added:
             check_tokens(self.name, tokens, routing)
         return added
 
-    def add(self, routing: Routing | ReadRouting, x: Tensor, y: Tensor) -> None:
+    def add(self, routing: Routing, x: Tensor, y: Tensor) -> None:
         for pair, tokens in self.present(routing, len(x)):
             if isinstance(tokens, slice):
                 y[tokens].addmm_(x[tokens] @ pair.a, pair.b)
@@ -249,7 +262,6 @@ def added_to(linear: nn.Module, tokens: int) -> list[Added]:
     if not isinstance(wrapped, Wrapped):
         return []
     forward = wrapped.stack.forward
-    forward.read.add(wrapped.name)
     if forward.called is not None:
         forward.called.add(wrapped.name)
     return [] if forward.routing is None else wrapped.present(forward.routing, tokens)
