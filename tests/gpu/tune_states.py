@@ -56,7 +56,8 @@ def measured(lengths: list[int]) -> str:
         milliseconds(lambda: triton_states.conv(given, x, conv, weight, None, "silu")),
         milliseconds(lambda: scan(given, state2, x2, dt, a, b, c)),
     ]
-    line = f"{len(lengths)} rows, {tokens} tokens: delta rule {told[0]:.3f} ms, convolution {told[1]:.3f}, scan {told[2]:.3f}"
+    line = f"{len(lengths)} rows, {tokens} tokens: "
+    line += f"delta rule {told[0]:.3f} ms, convolution {told[1]:.3f}, scan {told[2]:.3f}"
     if len(lengths) > 1:
         return line
     one = [each.transpose(0, 1).contiguous() for each in (q, k, v, g, beta)]

@@ -68,7 +68,7 @@ def test_what_is_wrong_is_not_used(caplog):
     """A function that computes something else, or that cannot, is noticed: such a mixer runs as before, and that is
     said.
 
-    Mutation: `_answers_as_before` compares nothing but the states.
+    Mutation: `_why_not` compares nothing but the states.
     """
 
     def off(run: Runs, x: Any, *rest: Any, **more: Any) -> Any:

@@ -37,9 +37,10 @@ def take_all_tokens(mixers: Mixers, functions: Any) -> bool:
     for layer, module in mixers.layers.items():
         forward = _over_all_tokens(module, mixers, functions)
         if type(module) not in can:
-            can[type(module)] = forward is not None and _answers_as_before(mixers, layer, module, forward)
-            if not can[type(module)]:
-                log.warning("%s: steps with prompts in them run without graphs", type(module).__name__)
+            why = "its code is not known" if forward is None else _why_not(mixers, layer, module, forward)
+            can[type(module)] = not why
+            if why:
+                log.warning("%s: steps with prompts in them run without graphs (%s)", type(module).__name__, why)
         if forward is not None and can[type(module)]:
             mixers.ragged[layer] = forward
     return len(mixers.ragged) == len(mixers.layers)
@@ -71,8 +72,9 @@ def _of_step(mixers: Mixers, function: Callable[..., Any]) -> Callable[..., Any]
 
 
 @torch.no_grad()
-def _answers_as_before(mixers: Mixers, layer: int, module: Any, forward: Callable[..., Any]) -> bool:
-    """Some rows both ways, from states that are no zeros, in float32: what comes out, and what is left in the slots."""
+def _why_not(mixers: Mixers, layer: int, module: Any, forward: Callable[..., Any]) -> str:
+    """Empty if a mixer answers as before. Some rows both ways, from states that are no zeros, in float32: what comes
+    out, and what is left in the slots."""
     device = next(module.parameters()).device
     generator = torch.Generator().manual_seed(1)
 
@@ -93,18 +95,18 @@ def _answers_as_before(mixers: Mixers, layer: int, module: Any, forward: Callabl
     answers = []
     mixers.ragged[layer] = forward
     try:
-        with in_float32(module):
+        with in_float32(module), torch.backends.cudnn.flags(enabled=False):
             for way, given in ((apart, hidden[:, : len(whose)]), (runs, hidden)):
                 memory = {part: kept.clone() for part, kept in states.items()}
                 with mixers.running(way), mixers.on(layer, memory):
                     out = module.forward(given.to(next(module.parameters()).dtype))[:, : len(whose)]
                 answers.append([out, *(memory[part][1:] for part in sorted(memory))])
     except (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        log.warning("%s: %s", type(module).__name__, (str(error).strip() or type(error).__name__).splitlines()[0])
-        return False
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
     finally:
         del mixers.ragged[layer]
-    return all(_off(*pair) < _CLOSE for pair in zip(*answers, strict=True))
+    off = max(_off(*pair) for pair in zip(*answers, strict=True))
+    return "" if off < _CLOSE else f"it would be off by {off:.1e}"
 
 
 def _off(one: Tensor, other: Tensor) -> float:

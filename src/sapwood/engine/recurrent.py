@@ -186,8 +186,8 @@ class Mixers:
     @torch.no_grad()
     def _chunks_go_on(self, module: Any, layer: int) -> bool:
         """Whether a chunk of several tokens goes on from the state it is given. (Some scans begin from zeros.) Asked in
-        float32: what a state does may be less than what bf16 rounds off."""
-        with in_float32(module):
+        float32, and not of cuDNN, which rounds: what a state does may be less than what is rounded off."""
+        with in_float32(module), torch.backends.cudnn.flags(enabled=False):
             return self._asked(module, layer)
 
     def _asked(self, module: Any, layer: int) -> bool:
