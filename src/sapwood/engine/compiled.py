@@ -90,7 +90,8 @@ class Kind:
             answer = self.compiled(*args, **kwargs)
         except Exception as error:
             if not self.proven or isinstance(error, TorchDynamoException):
-                self.failed = (str(error).strip() or type(error).__name__).splitlines()[0]
+                why: Exception = getattr(error, "inner_exception", error)
+                self.failed = (str(why).strip() or type(why).__name__).splitlines()[0]
                 log.warning("layers of class %s run as they are, torch cannot compile them: %s", self.name, self.failed)
             raise  # some of it may have run: whoever called takes that back
         self.proven = True
