@@ -72,8 +72,8 @@ def test_one_version_serves_all_layers_and_sizes(name, tmp_path, backend):
     """Answers are those of the model as it is. All of it is compiled at the start: steps of any size, alone or
     together, add nothing. Nor do more layers of the same kinds.
 
-    Mutation: `_TOKENS` is 64, the width of the model; `Outside` is a closure that is disabled, one for each layer;
-    `_attend` of model.py is not put outside; `Layer` compiles for one token.
+    Mutation: `_TOKENS` is 64, the width of the model; attention is not put outside; `Layer` compiles for one
+    token.
     """
     folder = saved(tmp_path, name)
     with LLM(folder, **FLAGS) as llm:

@@ -21,6 +21,7 @@ import inspect
 import logging
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -53,7 +54,7 @@ class Compiled(NamedTuple):
 
 class Outside:
     """Stands in for the `forward` of a module: what it computes is no part of what is compiled. One class for all, as
-    torch looks at the class of what it calls; a function for each would be compiled around one by one."""
+    torch may tell functions apart, and compile around each."""
 
     def __init__(self, inner: Callable[..., Any]) -> None:
         self.inner = inner
@@ -183,7 +184,9 @@ def _first_forward(served: served_model.ServedModel, layers: list[Any], kinds: d
         while True:
             failed = sum(bool(kind.failed) for kind in kinds.values())
             try:
-                served.forward(ids, torch.zeros_like(ids), one, Probe(served.latents).attend, None)
+                with warnings.catch_warnings():  # hints for who writes a model
+                    warnings.simplefilter("ignore")
+                    served.forward(ids, torch.zeros_like(ids), one, Probe(served.latents).attend, None)
                 return own
             except Exception:
                 if failed == sum(bool(kind.failed) for kind in kinds.values()):
