@@ -60,11 +60,16 @@ class Engine(Requests):
         model = load_model(
             self.files, dtype=config.dtype, device=str(self.device), seed=config.seed, progress=config.progress
         )
-        patch_for(model, self.device)
+        if not config.compile:
+            patch_for(model, self.device)
         self.served = ServedModel(model, config.page_size)
         self.adapters = Adapters(model, config.max_loras, config.max_lora_rank) if config.enable_lora else None
         if self.adapters is not None:
             self.adapters.only_called(self.served.dry)
+        if config.compile:
+            from .compiled import compile_layers
+
+            compile_layers(self.served, config.progress)
         self.sized = self._size(text_config(model.config))
         for line in told(self.sized, config.page_size):
             log.info("cache, %s", line)

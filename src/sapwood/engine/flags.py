@@ -51,6 +51,8 @@ class EngineConfig:
     max_lora_rank           the highest rank of an adapter
     gpu_memory_utilization  the share of a GPU's memory that weights, cache and steps may take
     enforce_eager           no graphs of steps
+    compile                 layers are compiled by torch at the start, in place of kernels of our own for the families
+                            that have some: for architectures that have none
     skip_tokenizer_init     no tokenizer: prompts are token ids
     progress                show bars where something takes long
     overlap                 1: the next step is planned while one runs; None: 0 on a CPU, 1 on a GPU
@@ -78,6 +80,7 @@ class EngineConfig:
     max_lora_rank: int = 16
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
+    compile: bool = False
     skip_tokenizer_init: bool = False
     overlap: int | None = None
     progress: bool = True
@@ -97,7 +100,15 @@ class EngineConfig:
             raise ValueError(
                 f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization!r}"
             )
-        for name in ("enable_prefix_caching", "enable_lora", "enforce_eager", "skip_tokenizer_init", "progress"):
+        switches = (
+            "enable_prefix_caching",
+            "enable_lora",
+            "enforce_eager",
+            "compile",
+            "skip_tokenizer_init",
+            "progress",
+        )
+        for name in switches:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r:.60}")
         if self.device_cache != "auto":

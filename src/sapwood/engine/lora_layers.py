@@ -258,7 +258,7 @@ def stacks(forward: Forward, layers: dict[str, nn.Linear], slots: int, max_rank:
 def added_to(linear: nn.Module, tokens: int) -> list[Added]:
     """What the forward that runs now adds to a linear layer, for whoever computes with its weight and does not call
     it."""
-    wrapped = linear.forward
+    wrapped = getattr(linear.forward, "inner", linear.forward)  # compiled.Outside
     if not isinstance(wrapped, Wrapped):
         return []
     forward = wrapped.stack.forward
