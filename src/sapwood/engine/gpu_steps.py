@@ -147,16 +147,37 @@ class GpuExecutor(ModelExecutor):
 
     # ---- graphs
 
-    def capture(self) -> None:
-        """Make the graphs, if the model can be captured; said either way."""
-        sizes = {key: size for key, size in self._sizes.items() if self._state is None or size.single}
+    @torch.inference_mode()
+    def warm(self) -> None:
+        """Launch every kernel in every way that steps launch it: in each kind of tiles, with adapters, and for tokens
+        that were not taken by `_compute`. Nothing is left of it."""
+        self._send_blank()
+        sizes = list(self._sizes.values())
+        if self._buffer_tokens > BUCKETS[-1]:
+            sizes.append(self._size(BUCKETS[-1] + 1, min(BUCKETS[-1] + 1, self._rows), False))
+        sizes.sort(key=lambda size: size.tokens, reverse=True)
+        for size in {size.built: size for size in sizes}.values():  # the smallest of a kind; what takes longest first
+            self._compute(size)
+        if self._can_adapt():
+            self._compute_adapted(size)
+        nobody = torch.full((1,), self._slots, device=self.device)
+        self._known.end(torch.zeros_like(nobody), torch.zeros(1, device=self.device), nobody, self._out)
+
+    def _send_blank(self) -> None:
+        """A step of nobody's tokens."""
         blank = self._buffer.packing()
         blank.whole[:] = 0
         blank.targets[:] = self._slots
         self._buffer.send()
-        self.graphs.capture({key: partial(self._compute, size) for key, size in sizes.items()})
+
+    def capture(self, progress: bool = False) -> None:
+        """Make the graphs, if the model can be captured; said either way."""
+        sizes = {key: size for key, size in self._sizes.items() if self._state is None or size.single}
+        self._send_blank()
+        self.graphs.capture({key: partial(self._compute, size) for key, size in sizes.items()}, progress)
         if self._can_adapt():
-            self.adapted_graphs.capture({key: partial(self._compute_adapted, size) for key, size in sizes.items()})
+            adapted = {key: partial(self._compute_adapted, size) for key, size in sizes.items()}
+            self.adapted_graphs.capture(adapted, progress)
 
     def _compute(self, size: _Size) -> Tensor:
         """A step of padded size whose numbers are on the device. The likeliest tokens are taken; all logits are

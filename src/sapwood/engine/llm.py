@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from .core import Engine
 from .flags import from_flags
 from .params import SamplingParams
+from .progress import bar
 from .samples import Logprob, Sample
 from .updates import read_update
 
@@ -97,8 +97,8 @@ class LLM:
         """All answers, in the order of the prompts. If one fails, the others are there all the same: see `error` of
         each. Ctrl-C aborts those that run, and comes out."""
         jobs = self._submit(prompts, sampling_params, lora_request)
-        with _bar(len(jobs), use_tqdm) as bar:
-            for _ in self._run(jobs, bar):
+        with bar(len(jobs), "Processed prompts", use_tqdm) as shown:
+            for _ in self._run(jobs, shown):
                 pass
         return [self._output(job) for job in jobs]
 
@@ -213,7 +213,7 @@ class LLM:
         known = adapters.names().get(lora.lora_name)
         return known if known is not None else adapters.load(lora.lora_name, lora.lora_path)
 
-    def _run(self, jobs: Sequence[_Job], bar: Any) -> Iterator[None]:
+    def _run(self, jobs: Sequence[_Job], shown: Any) -> Iterator[None]:
         """Step until these are over. Yields whenever one of them has got further."""
         running = [job for job in jobs if not job.over]
         told = {job.id: 0 for job in jobs}
@@ -222,8 +222,8 @@ class LLM:
                 self.engine.step()
                 grown = {job.id: job.tokens for job in running}
                 still = [job for job in running if not job.over]
-                if bar is not None:
-                    bar.update(len(running) - len(still))
+                if shown is not None:
+                    shown.update(len(running) - len(still))
                 if len(still) < len(running) or any(told[id] < tokens for id, tokens in grown.items()):
                     yield
                 told |= grown
@@ -290,22 +290,3 @@ def _each(name: str, given: Any, kind: Any, count: int) -> list[Any]:
     if len(every) != count or not all(isinstance(each, kind) for each in every):
         raise ValueError(f"{name} must be one for all prompts or one for each of the {count}, got {len(every)}")
     return every
-
-
-class _bar:
-    """A progress bar, where tqdm is there and somebody wants it."""
-
-    def __init__(self, total: int, wanted: bool) -> None:
-        self.bar: Any = None
-        if wanted:
-            with suppress(ImportError):
-                from tqdm.auto import tqdm
-
-                self.bar = tqdm(total=total, desc="Processed prompts", dynamic_ncols=True)
-
-    def __enter__(self) -> Any:
-        return self.bar
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.close()

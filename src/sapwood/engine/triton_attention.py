@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .attention import Asked
+from .triton_launch import launch
 from .work_list import ITEM, MERGE, Tiles
 
 _LOG2E = 1.4426950408889634
@@ -130,7 +131,9 @@ def write(k: Tensor, v: Tensor | None, k_pages: Tensor, v_pages: Tensor, places:
     v = v if v is None or v.stride(-1) == 1 else v.contiguous()
     values = 0 if v is None else v.shape[2]
     other = k if v is None else v
-    _write[(tokens,)](
+    launch(
+        _write,
+        (tokens,),
         *(k, other, k_pages, v_pages, places),
         *(*k.stride()[:2], *other.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3]),
         HEADS=heads,
@@ -173,7 +176,9 @@ def attend(
         "SINKS": asked.sinks is not None,
     }
     programs = shape.heads * built.blocks
-    _attend[(len(items), programs)](
+    launch(
+        _attend,
+        (len(items), programs),
         *(q, k_pages, v_pages, out, scratch.sums, scratch.marks, table, items, sinks),
         *(scale, cap, window or 0, shape.group, shape.heads, table.stride(0)),
         *(*q.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3], *out.stride()[:2]),
@@ -192,7 +197,9 @@ def attend(
         num_stages=tuned.stages,
     )
     if len(merges):
-        _merge[(len(merges), programs)](
+        launch(
+            _merge,
+            (len(merges), programs),
             *(out, scratch.sums, scratch.marks, merges, sinks, shape.group, *out.stride()[:2]),
             BLOCKS=built.blocks,
             MERGE=MERGE,
