@@ -127,8 +127,7 @@ class Scratch:
 def write(k: Tensor, v: Tensor | None, k_pages: Tensor, v_pages: Tensor, places: Tensor) -> None:
     """K [T, heads, dim] and V into pages, each token at its place (page * page size + offset). V None: it is in K."""
     tokens, heads, dim = k.shape
-    k = k if k.stride(-1) == 1 else k.contiguous()
-    v = v if v is None or v.stride(-1) == 1 else v.contiguous()
+    k, v = _steady(k), None if v is None else _steady(v)
     values = 0 if v is None else v.shape[2]
     other = k if v is None else v
     launch(
@@ -147,6 +146,13 @@ def write(k: Tensor, v: Tensor | None, k_pages: Tensor, v_pages: Tensor, places:
     )
 
 
+def _steady(x: Tensor) -> Tensor:
+    """`x` [T, heads, dim], or a copy where its numbers are not side by side, or where its strides are multiples of 16
+    for some numbers of tokens only: Triton would compile kernels for both."""
+    by_head = x.stride(1) > x.stride(0)
+    return x.contiguous() if x.stride(-1) != 1 or (by_head and x.stride(0) % 16) else x
+
+
 def attend(
     built: Built,
     q: Tensor,
@@ -162,7 +168,7 @@ def attend(
     """[T, H, Dv] for q [T, H, D]. `table` [slots, columns] of pages; `items` [n, ITEM] and `merges` [m, MERGE] of a
     work list, padded with rows of zeros."""
     tuned, shape = built.tuned, built.shape
-    q = q if q.stride(-1) == 1 else q.contiguous()
+    q = _steady(q)
     out = q.new_empty(len(q), q.shape[1], shape.values)
     sinks = asked.sinks if asked.sinks is not None else scratch.marks
     keys_wide, values_wide = _padded(shape)
