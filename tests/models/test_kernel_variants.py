@@ -154,8 +154,8 @@ def test_steps_need_no_kernel_that_was_not_compiled_ahead(name, tmp_path, monkey
     """Whatever sizes steps have, with whatever sampling: a kernel that is compiled in the middle of serving stalls
     everybody. Nothing is compiled here: what is asked for is noted.
 
-    Mutation: `_widen` or `_end` without `do_not_specialize`; `_steady` copies nothing; `warm` without the largest tiles, or
-    without the tokens that were drawn.
+    Mutation: `_widen` or `_end` without `do_not_specialize`; `_steady` copies nothing; `warm` without the largest
+    tiles, or without the tokens that were drawn.
     """
     build(name, torch.float32).save_pretrained(tmp_path)
     monkeypatch.setattr(core, "has_kernels", lambda device, dtype: True)
