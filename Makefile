@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: keep 
 # What shares a server stays with one worker. More workers than processors, where much of what is tested waits.
 PYTEST := $(BIN)/python -m pytest --dist loadgroup -n
 
-.PHONY: env serve quick test test-all test-compiled compiled lint bench clean servers gpu-check gpu-soak gpu-bench
+.PHONY: env serve quick test test-all test-compiled compiled lint bench clean servers gpu-check gpu-soak gpu-bench gpu-start
 
 env: $(STAMP) $(INTERPRETER)/.installed servers  ## engine, server, stores, tests and benchmarks, in .venv
 
@@ -92,6 +92,9 @@ gpu-soak:  ## four minutes of random traffic, with aborts, retractions, loads an
 
 gpu-bench:  ## figures of an engine of Qwen3-8B's shape, beside the bars
 	$(GPU) tests.gpu.bench
+
+gpu-start:  ## how long an engine of Qwen3-8B's shape takes to start, with caches and without
+	$(GPU) tests.gpu.start
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build src/*.egg-info

@@ -1,5 +1,5 @@
-"""The tests of GPU kernels, where there is no GPU: under Triton's interpreter, in a process that has Triton and the
-numpy it needs (`make env` puts them beside the other packages)."""
+"""The tests of GPU kernels, where there is no GPU: in a process that has Triton and the numpy it needs (`make env` puts
+them beside the other packages), under Triton's interpreter, or compiled for a card that is not there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ ROOT = Path(__file__).parents[2]
 BESIDE = Path(sys.prefix) / "interpreter"
 
 
-@pytest.mark.skipif(not (BESIDE / "triton").is_dir(), reason="Triton is not installed, and `make` could not install it")
+pytestmark = pytest.mark.skipif(
+    not (BESIDE / "triton").is_dir(), reason="Triton is not installed, and `make` could not install it"
+)
+
+
 @pytest.mark.parametrize(
     "file",
     [
@@ -29,8 +33,20 @@ def test_under_the_interpreter(file):
 
     Mutation: those that the notes of these files name.
     """
+    passes(file, interpret=True)
+
+
+def test_compiled():
+    """Those of what Triton compiles, and when.
+
+    Mutation: those that the notes of the file name.
+    """
+    passes("models/test_kernel_variants.py", interpret=False)
+
+
+def passes(file: str, interpret: bool) -> None:
     path = os.pathsep.join([str(BESIDE), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": str(int(interpret)), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", f"tests/{file}"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     said = done.stdout + done.stderr

@@ -247,7 +247,8 @@ def main(names: list[str]) -> None:
     begin = time.perf_counter()
     if {"offline", "decode", "mixed", "sampled", "chats"} & set(wanted):
         with opened(QWEN3_8B, max_model_len=40960, max_num_seqs=72) as llm:
-            say(f"ready after {time.perf_counter() - begin:.1f} s")
+            parts = ", ".join(f"{name} {spent:.1f}" for name, spent in llm.engine.start.items())
+            say(f"ready after {time.perf_counter() - begin:.1f} s ({parts})")
             for name, measure in (("offline", offline), ("decode", decode), ("mixed", mixed), ("sampled", sampled)):
                 if name in wanted:
                     note(measure(llm))

@@ -61,7 +61,7 @@ def test_nothing_is_patched_on_a_cpu():
 def test_a_class_that_computes_something_else_is_left_alone(monkeypatch):
     """A later version of a class may compute something else: it is asked, and then runs as it is.
 
-    Mutation: `_stays_the_same` does not compare; or leaves the patch in place.
+    Mutation: `stays_the_same` does not compare; or leaves the patch in place.
     """
     llama = build("llama", torch.float32)
     kind = type(llama.model.layers[0].mlp)
@@ -73,7 +73,7 @@ def test_a_class_that_computes_something_else_is_left_alone(monkeypatch):
 
 
 def test_a_kernel_that_is_wrong_is_not_used():
-    """Mutation: `_stays_the_same` compares nothing for a norm, or for rotary positions."""
+    """Mutation: `stays_the_same` compares nothing for a norm, or for rotary positions."""
     llama = build("llama", torch.float32)
     before = logits(llama)
     wrong = Kernels(

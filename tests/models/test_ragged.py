@@ -79,7 +79,8 @@ def test_what_is_wrong_is_not_used(caplog):
 
     for wrong in (off, cannot):
         model = served("bamba")
-        functions = types.SimpleNamespace(conv=wrong, scan=triton_states.scan, delta_rule=triton_states.delta_rule)
+        functions = types.SimpleNamespace(**{name: getattr(triton_states, name) for name in triton_states.__all__})
+        functions.conv = wrong
         with caplog.at_level(logging.WARNING, "sapwood"):
             assert not take_all_tokens(model.mixers, functions)
         assert not model.mixers.ragged and "BambaMixer" in caplog.text

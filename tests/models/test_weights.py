@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sapwood.engine import weights
 from sapwood.engine.model_files import ModelError
 from sapwood.engine.weights import find_model, load_model
 
@@ -110,6 +112,25 @@ def test_dummy_weights_need_a_config_alone(folder, tmp_path):
     assert not find_model(str(folder), load_format="dummy").has_tokenizer
     with pytest.raises(ModelError, match="load_format must be one of auto, dummy"):
         load(folder, "pickle")
+
+
+def test_dummy_weights_are_not_filled_with_random_numbers_first(tmp_path, monkeypatch):
+    """Which takes most of the time of a large model, and changes nothing: norms still begin with ones, however wide.
+
+    Mutation: `_not_random` lets large tensors be filled; or leaves ones alone too.
+    """
+    wide = {"vocab_size": 1 << 14, "hidden_size": 64, "num_hidden_layers": 1}
+    folder = saved(tiny(**wide), tmp_path)
+    monkeypatch.setattr(weights, "_LARGE", 64)
+    spared = load(folder, "dummy").state_dict()
+    monkeypatch.setattr(weights, "_not_random", nullcontext)
+    filled = load(folder, "dummy").state_dict()
+    assert all(torch.equal(spared[name], filled[name]) for name in filled) and len(spared) == len(filled)
+    monkeypatch.undo()
+    ran = []
+    monkeypatch.setattr(torch.Tensor, "normal_", lambda self, *_, **__: ran.append(self.numel()) or self)
+    load(folder, "dummy")
+    assert max(ran, default=0) < weights._LARGE <= wide["vocab_size"] * wide["hidden_size"]
 
 
 def test_dummy_weights_keep_the_config_s_tie(tmp_path):

@@ -31,8 +31,8 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 
 from . import model as served_model
-from .bars import bar
 from .lora_layers import Wrapped
+from .progress import bar
 from .remembers import Probe
 
 log = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ def compile_layers(served: served_model.ServedModel, progress: bool = False) -> 
     for layer in found:
         layer.forward = Layer(layer, kinds.setdefault(type(layer), Kind(type(layer), most)))
     log.info("compiling %d layers (%s)", len(found), ", ".join(kind.name for kind in kinds.values()) or "none is known")
-    with bar(len(found), "Compiling layers", progress) as shown:
+    with bar(len(found), "compiling layers", progress) as shown:
         own = _first_forward(served, found, kinds, shown)
     failed = tuple(kind.name for kind in kinds.values() if kind.failed)
     done = sum(type(layer) in kinds and not kinds[type(layer)].failed for layer in found)

@@ -27,6 +27,7 @@ from .flags import EngineConfig
 from .loop import EngineLoop
 from .model import ServedModel
 from .patches import patch_for
+from .progress import Phases
 from .remembers import Unsupported, text_config
 from .requests import Requests
 from .samples import Likely, Sample
@@ -37,7 +38,7 @@ from .tiers import Tiers
 from .transfer import open_mover
 from .transfer_torch import PinnedArena, TorchArena
 from .updates import Update
-from .weights import find_model, load_model
+from .weights import find_model, import_transformers, load_model
 
 log = logging.getLogger(__name__)
 _CPU_SHARE = 0.4  # of the memory that is free
@@ -57,11 +58,16 @@ class Engine(Requests):
         self._tells = events
         self.device = _device(config.device)
         self.files = find_model(config.model, load_format=config.load_format, revision=config.revision)
-        model = load_model(
-            self.files, dtype=config.dtype, device=str(self.device), seed=config.seed, progress=config.progress
-        )
+        self.start = Phases()
+        with self.start.timed("imports"):
+            import_transformers(self.files)
+        with self.start.timed("weights"):
+            model = load_model(
+                self.files, dtype=config.dtype, device=str(self.device), seed=config.seed, progress=config.progress
+            )
         if not config.compile:
-            patch_for(model, self.device)
+            with self.start.timed("patches"):
+                patch_for(model, self.device)
         self.served = ServedModel(model, config.page_size)
         self.adapters = Adapters(model, config.max_loras, config.max_lora_rank) if config.enable_lora else None
         if self.adapters is not None:
@@ -69,7 +75,8 @@ class Engine(Requests):
         if config.compile:
             from .compiled import compile_layers
 
-            compile_layers(self.served, config.progress)
+            with self.start.timed("layers"):
+                compile_layers(self.served, config.progress)
         self.sized = self._size(text_config(model.config))
         for line in told(self.sized, config.page_size):
             log.info("cache, %s", line)
@@ -84,6 +91,7 @@ class Engine(Requests):
         self._weights = self.files.digest(str(model.dtype).removeprefix("torch."), config.seed)
         self._routings: dict[int, Routing | None] = {}  # by step
         self._join(str(model.dtype).removeprefix("torch."))
+        self.start.over()
 
     # ---- the start
 
@@ -146,6 +154,7 @@ class Engine(Requests):
         self.loop = EngineLoop(self.scheduler, self.executor, Tiers(self.scheduler, self._mover, self.store))
 
     def _executor(self, arena: TorchArena) -> ModelExecutor:
+        self.sampler.warm()
         return ModelExecutor(self.served, arena, self.sized.max_num_seqs, self)
 
     def _gpu_executor(self, arena: TorchArena) -> ModelExecutor:
@@ -154,9 +163,24 @@ class Engine(Requests):
         columns = -(-self.max_model_len // self.config.page_size)
         slots = self.sized.max_num_seqs
         executor = GpuExecutor(self.served, arena, slots, self, columns=columns, most_tokens=self._tokens)
+        if self.device.type == "cuda":
+            with self.start.timed("kernels"):
+                self._compile(executor)
         if not self.config.enforce_eager and self.device.type == "cuda":
-            executor.capture()
+            with self.start.timed("graphs"):
+                executor.capture(self.config.progress)
         return executor
+
+    def _compile(self, executor: Any) -> None:
+        """All kernels of our own, side by side, those of a GpuExecutor and of sampling."""
+        from .triton_launch import compiling
+
+        try:
+            with compiling(self.config.progress):
+                self.sampler.warm()
+                executor.warm()
+        except Exception as error:
+            log.warning("kernels are compiled when they are first needed: %s", str(error).partition("\n")[0])
 
     def _open_store(self, dtype: str) -> Store:
         layouts = tuple(

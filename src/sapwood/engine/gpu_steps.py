@@ -70,14 +70,27 @@ class GpuExecutor(ModelExecutor):
 
     # ---- graphs
 
-    def capture(self) -> None:
+    @torch.inference_mode()
+    def warm(self) -> None:
+        """Launch every kernel in every way that steps launch it: in each kind of tiles, with adapters, and for tokens
+        that were not taken by `_compute`. Nothing is left of it."""
+        self._packer.send_nothing()
+        for size in self._sizes.kinds():
+            self._compute(size)
+        if self._can_adapt():
+            self._compute_adapted(size)
+        nobody = torch.full((1,), self._slots, device=self.device)
+        self._known.end(torch.zeros_like(nobody), torch.zeros(1, device=self.device), nobody, self._out)
+
+    def capture(self, progress: bool = False) -> None:
         """Make the graphs, if the model can be captured; said either way."""
         whole = self._state is None or self._ragged
         sizes = {key: size for key, size in self._sizes.known.items() if whole or size.single}
         self._packer.send_nothing()
-        self.graphs.capture({key: partial(self._compute, size) for key, size in sizes.items()})
+        self.graphs.capture({key: partial(self._compute, size) for key, size in sizes.items()}, progress)
         if self._can_adapt():
-            self.adapted_graphs.capture({key: partial(self._compute_adapted, size) for key, size in sizes.items()})
+            adapted = {key: partial(self._compute_adapted, size) for key, size in sizes.items()}
+            self.adapted_graphs.capture(adapted, progress)
 
     def _compute(self, size: Size) -> Tensor:
         """A step of padded size whose numbers are on the device. The likeliest tokens are taken; all logits are

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .progress import bar
+
 log = logging.getLogger(__name__)
 Key = tuple[int, bool]  # tokens, and whether every row has one
 BUCKETS = (64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)  # tokens; padding is almost free up to 128
@@ -45,18 +47,20 @@ class Graphs:
         self.enabled = True  # False: what is captured is not used, for comparison
 
     @torch.inference_mode()
-    def capture(self, steps: Mapping[Key, Callable[[], Tensor]]) -> None:
+    def capture(self, steps: Mapping[Key, Callable[[], Tensor]], progress: bool = False) -> None:
         """Capture each, the largest first: the others fit into its memory. Where one cannot be captured, none is."""
         begin, free = time.perf_counter(), torch.cuda.mem_get_info(self.device)[0]
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))  # memory may still be on its way to be cleared
         pool = torch.cuda.graph_pool_handle()
         try:
-            for size in sorted(steps, reverse=True):
-                with torch.cuda.stream(stream):
-                    steps[size]()  # what is compiled, loaded or tuned when it first runs
+            with bar(len(steps), "capturing graphs", progress, delay=1.0) as shown, torch.cuda.stream(stream):
+                for size in sorted(steps, reverse=True):
+                    steps[size]()  # what is loaded or tuned when it first runs
                     stream.synchronize()
                     self._graphs[size] = self._captured(steps[size], pool)
+                    if shown is not None:
+                        shown.update()
         except Exception as error:
             self._graphs.clear()
             why = (str(error).strip() or type(error).__name__).splitlines()[0]

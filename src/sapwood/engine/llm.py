@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from .bars import bar
 from .core import Engine
 from .flags import from_flags
 from .params import SamplingParams
+from .progress import bar
 from .samples import Logprob, Sample
 from .updates import read_update
 

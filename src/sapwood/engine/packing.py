@@ -81,6 +81,14 @@ class Sizes:
         merges = tuple(each.tiles.most_parts() // 2 for each in built)
         return Size(tokens, single, wanted, rows, built, items, merges)
 
+    def kinds(self) -> list[Size]:
+        """One size of each kind of tiles, the smallest; what takes longest to compile first."""
+        some = list(self.known.values())
+        if self.largest > BUCKETS[-1]:
+            some.append(self.size(BUCKETS[-1] + 1, min(BUCKETS[-1] + 1, self._slots)))
+        some.sort(key=lambda size: size.tokens, reverse=True)
+        return list({size.built: size for size in some}.values())
+
     def room(self, groups: tuple[str, ...]) -> Room:
         """For the largest step, whatever its tiles are. A step may also ask for the logits of prompts: as many as it
         has tokens."""

@@ -6,7 +6,8 @@ weights; only `forward` is replaced, in place:
     ...MLP          gate and up as one product, then activation and product as one kernel
 
 A class is patched if its family is known here, and if what it computes then is what it computed before: the first
-module of each class is asked both ways, with a few numbers. All others run as they are.
+module of each class is asked both ways, with a few numbers. All others run as they are. The kernels for that are those
+of steps; they are compiled side by side before any of them answers.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import inspect
 import logging
 import types
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +43,7 @@ class Kernels(NamedTuple):
     rotary: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None  # q, k, cos, sin
     can_rotate: Callable[[Tensor, Tensor, Tensor, Tensor], bool] | None
     gated: Mapping[str, Callable[[Tensor], Tensor]]  # by the class of the activation: [gate, up] -> act(gate) * up
+    compiling: Callable[[], AbstractContextManager[Any]] = nullcontext  # inside they are compiled, and give nothing
 
 
 TORCH = Kernels(None, None, None, {})
@@ -48,6 +51,7 @@ TORCH = Kernels(None, None, None, {})
 
 def triton_kernels() -> Kernels:
     from . import triton_elementwise as own
+    from .triton_launch import compiling
 
     gated = {
         "SiLUActivation": own.silu_mul,
@@ -55,7 +59,7 @@ def triton_kernels() -> Kernels:
         "GELUTanh": own.gelu_tanh_mul,
         "PytorchGELUTanh": own.gelu_tanh_mul,
     }
-    return Kernels(own.rms_norm, own.rotary, own.can_rotate, gated)
+    return Kernels(own.rms_norm, own.rotary, own.can_rotate, gated, compiling)
 
 
 def patch_for(model: nn.Module, device: torch.device) -> dict[str, int]:
@@ -76,18 +80,23 @@ def patch_for(model: nn.Module, device: torch.device) -> dict[str, int]:
 def patch(model: nn.Module, kernels: Kernels) -> dict[str, int]:
     """Patch a model whose weights are in place. Of the weights, no more than one module's are there twice."""
     patched: dict[str, int] = {}
-    alike: dict[tuple[type, str], bool] = {}  # what was asked, and how it went
+    modules = list(model.modules())
+    questions: dict[tuple[type, str], _Question] = {}  # to the first module of each class
     replaced = 0
     with torch.no_grad():
-        for module in list(model.modules()):
-            done = False
+        with kernels.compiling():
+            for module in modules:
+                for what, put in _patches(module, kernels):
+                    if (type(module), what) not in questions:
+                        questions[type(module), what] = _Question(module, what, put)
+        alike = {key: question.stays_the_same() for key, question in questions.items()}
+        for module in modules:
+            done = any(alike[key] for key, question in questions.items() if question.module is module)
             for what, put in _patches(module, kernels):
                 key = (type(module), what)
-                if key not in alike:
-                    alike[key] = _stays_the_same(module, what, put)
-                elif alike[key]:
+                if alike[key] and questions[key].module is not module:
                     put()
-                done |= alike[key]
+                    done = True
             if done:
                 patched[type(module).__name__] = patched.get(type(module).__name__, 0) + 1
                 replaced += sum(each.nbytes for each in module.buffers(recurse=False))
@@ -175,7 +184,7 @@ def _with_rotary(module: Any, kernels: Kernels) -> Callable[..., Any] | None:
     if not inspect.ismethod(method) or code is None or _ROTARY not in code.co_names:
         return None
     function: Any = method.__func__
-    theirs, (_, ours, can, _) = function.__globals__[_ROTARY], kernels
+    theirs, ours, can = function.__globals__[_ROTARY], kernels.rotary, kernels.can_rotate
 
     def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
         return ours(q, k, cos, sin) if ours and can and can(q, k, cos, sin) else theirs(q, k, cos, sin)
@@ -189,28 +198,34 @@ def _with_rotary(module: Any, kernels: Kernels) -> Callable[..., Any] | None:
 # ---- asking both ways
 
 
-def _stays_the_same(module: Any, what: str, put: Callable[[], None]) -> bool:
-    """Patch a module, if it computes the same then. A product of several layers is undone by nobody: it is the same by
-    how it is made."""
-    if what == "qkv":
+class _Question:
+    """A module that is patched, and what it said before to a few numbers. A product of several layers is undone by
+    nobody: it is the same by how it is made, and is not asked."""
+
+    def __init__(self, module: Any, what: str, put: Callable[[], None]) -> None:
+        self.module, self.what, self._own = module, what, module.forward
+        self._weight = next(module.parameters())
+        generator = torch.Generator().manual_seed(1)
+
+        def some(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(self._weight)
+
+        self._ask = _ASKS[what](module, some)
+        self._before = [answer.clone() for answer in self._ask()]
         put()
-        return True
-    ask = {"norm": _ask_norm, "mlp": _ask_mlp, "rotary": _ask_rotary}[what]
-    own, weight = module.forward, next(module.parameters())
-    generator = torch.Generator().manual_seed(1)
+        self._ask()
 
-    def some(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(weight)
-
-    questions = ask(module, some)
-    before = [answer.clone() for answer in questions()]
-    put()
-    off = max((_off(*pair) for pair in zip(questions(), before, strict=True)), default=float("inf"))
-    if off < (_CLOSE if weight.dtype is torch.float32 else _CLOSE_HALF):
-        return True
-    log.warning("%s (%s) runs as it is: patched, it would be off by %.1e", type(module).__name__, what, off)
-    module.forward = own
-    return False
+    def stays_the_same(self) -> bool:
+        """Whether it says the same now. If not, it runs as it did."""
+        if not self._before:
+            return True
+        by = max(off(*pair) for pair in zip(self._ask(), self._before, strict=True))
+        if by < (_CLOSE if self._weight.dtype is torch.float32 else _CLOSE_HALF):
+            return True
+        name = type(self.module).__name__
+        log.warning("%s (%s) runs as it is: patched, it would be off by %.1e", name, self.what, by)
+        self.module.forward = self._own
+        return False
 
 
 def _ask_norm(module: Any, some: Callable[..., Tensor]) -> Callable[[], list[Tensor]]:
@@ -230,5 +245,14 @@ def _ask_rotary(module: Any, some: Callable[..., Tensor]) -> Callable[[], list[T
     return lambda: list(module.forward.__func__.__globals__[_ROTARY](q, k, cos, sin))
 
 
-def _off(one: Tensor, other: Tensor) -> float:
+def off(one: Tensor, other: Tensor) -> float:
+    """How far apart, relative."""
     return float((one.float() - other.float()).norm() / other.float().norm().clamp_min(1e-20))
+
+
+_ASKS: dict[str, Callable[[Any, Callable[..., Tensor]], Callable[[], list[Tensor]]]] = {
+    "norm": _ask_norm,
+    "mlp": _ask_mlp,
+    "rotary": _ask_rotary,
+    "qkv": lambda module, some: list,
+}

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .patches import off
 from .recurrent import Mixers, Rows, Runs, hidden_size, in_float32
 
 log = logging.getLogger(__name__)
@@ -32,17 +33,21 @@ _CLOSE = 1e-4  # relative, in float32
 
 def take_all_tokens(mixers: Mixers, functions: Any) -> bool:
     """Let mixers that can take all tokens of a step at once do so. Whether all can; which cannot is said. `functions`:
-    the module that has `conv`, `scan` and `delta_rule`."""
+    the module that has `conv`, `scan` and `delta_rule`, and `compiling`, in which they are only compiled."""
+    forwards = {layer: _over_all_tokens(module, mixers, functions) for layer, module in mixers.layers.items()}
+    first = {type(mixers.layers[layer]): layer for layer in reversed(forwards)}
+    with functions.compiling():
+        for layer in first.values():
+            _why_not(mixers, layer, forwards[layer])
     can: dict[type, bool] = {}
-    for layer, module in mixers.layers.items():
-        forward = _over_all_tokens(module, mixers, functions)
-        if type(module) not in can:
-            why = "its code is not known" if forward is None else _why_not(mixers, layer, module, forward)
-            can[type(module)] = not why
-            if why:
-                log.warning("%s: steps with prompts in them run without graphs (%s)", type(module).__name__, why)
-        if forward is not None and can[type(module)]:
-            mixers.ragged[layer] = forward
+    for kind, layer in first.items():
+        why = _why_not(mixers, layer, forwards[layer])
+        can[kind] = not why
+        if why:
+            log.warning("%s: steps with prompts in them run without graphs (%s)", kind.__name__, why)
+    mixers.ragged = {
+        layer: forward for layer, forward in forwards.items() if forward is not None and can[type(mixers.layers[layer])]
+    }
     return len(mixers.ragged) == len(mixers.layers)
 
 
@@ -72,9 +77,12 @@ def _of_step(mixers: Mixers, function: Callable[..., Any]) -> Callable[..., Any]
 
 
 @torch.no_grad()
-def _why_not(mixers: Mixers, layer: int, module: Any, forward: Callable[..., Any]) -> str:
+def _why_not(mixers: Mixers, layer: int, forward: Callable[..., Any] | None) -> str:
     """Empty if a mixer answers as before. Some rows both ways, from states that are no zeros, in float32: what comes
     out, and what is left in the slots."""
+    if forward is None:
+        return "its code is not known"
+    module = mixers.layers[layer]
     device = next(module.parameters()).device
     generator = torch.Generator().manual_seed(1)
 
@@ -105,9 +113,5 @@ def _why_not(mixers: Mixers, layer: int, module: Any, forward: Callable[..., Any
         return (str(error).strip() or type(error).__name__).splitlines()[0]
     finally:
         del mixers.ragged[layer]
-    off = max(_off(*pair) for pair in zip(*answers, strict=True))
-    return "" if off < _CLOSE else f"it would be off by {off:.1e}"
-
-
-def _off(one: Tensor, other: Tensor) -> float:
-    return float((one.float() - other.float()).norm() / other.float().norm().clamp_min(1e-20))
+    by = max(off(*pair) for pair in zip(*answers, strict=True))
+    return "" if by < _CLOSE else f"it would be off by {by:.1e}"

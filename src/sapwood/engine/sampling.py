@@ -133,8 +133,12 @@ class Sampler:
         # What is added to the logits of 8 tokens, by the byte of their bits in a mask.
         bits = np.arange(256)[:, None] >> np.arange(8) & 1
         self._octets = self._put(np.where(bits, np.float32(0), np.float32(-np.inf)))
-        if self._kernel is not None:  # compiled now, and not when the first request wants it
-            self._kernel(torch.ones(1, vocabulary, device=self.device), self._put(np.array([[0, vocabulary, 1, 0.0]])))
+
+    def warm(self) -> None:
+        """Launch what is launched for requests, so that it is compiled now and not when the first of them wants it."""
+        if self._kernel is not None:
+            weights = torch.ones(1, self.vocabulary, device=self.device)
+            self._kernel(weights, self._put(np.array([[0, self.vocabulary, 1, 0.0]])))
 
     @torch.no_grad()
     def seat(

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .attention import Asked
+from .triton_launch import launch
 from .work_list import ITEM, MERGE, Tiles
 
 _LOG2E = 1.4426950408889634
@@ -126,11 +127,12 @@ class Scratch:
 def write(k: Tensor, v: Tensor | None, k_pages: Tensor, v_pages: Tensor, places: Tensor) -> None:
     """K [T, heads, dim] and V into pages, each token at its place (page * page size + offset). V None: it is in K."""
     tokens, heads, dim = k.shape
-    k = k if k.stride(-1) == 1 else k.contiguous()
-    v = v if v is None or v.stride(-1) == 1 else v.contiguous()
+    k, v = _steady(k), None if v is None else _steady(v)
     values = 0 if v is None else v.shape[2]
     other = k if v is None else v
-    _write[(tokens,)](
+    launch(
+        _write,
+        (tokens,),
         *(k, other, k_pages, v_pages, places),
         *(*k.stride()[:2], *other.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3]),
         HEADS=heads,
@@ -142,6 +144,13 @@ def write(k: Tensor, v: Tensor | None, k_pages: Tensor, v_pages: Tensor, places:
         V2=triton.next_power_of_2(max(1, values)),
         num_warps=4,
     )
+
+
+def _steady(x: Tensor) -> Tensor:
+    """`x` [T, heads, dim], or a copy where its numbers are not side by side, or where its strides are multiples of 16
+    for some numbers of tokens only: Triton would compile kernels for both."""
+    by_head = x.stride(1) > x.stride(0)
+    return x.contiguous() if x.stride(-1) != 1 or (by_head and x.stride(0) % 16) else x
 
 
 def attend(
@@ -159,7 +168,7 @@ def attend(
     """[T, H, Dv] for q [T, H, D]. `table` [slots, columns] of pages; `items` [n, ITEM] and `merges` [m, MERGE] of a
     work list, padded with rows of zeros."""
     tuned, shape = built.tuned, built.shape
-    q = q if q.stride(-1) == 1 else q.contiguous()
+    q = _steady(q)
     out = q.new_empty(len(q), q.shape[1], shape.values)
     sinks = asked.sinks if asked.sinks is not None else scratch.marks
     keys_wide, values_wide = _padded(shape)
@@ -173,7 +182,9 @@ def attend(
         "SINKS": asked.sinks is not None,
     }
     programs = shape.heads * built.blocks
-    _attend[(len(items), programs)](
+    launch(
+        _attend,
+        (len(items), programs),
         *(q, k_pages, v_pages, out, scratch.sums, scratch.marks, table, items, sinks),
         *(scale, cap, window or 0, shape.group, shape.heads, table.stride(0)),
         *(*q.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3], *out.stride()[:2]),
@@ -192,7 +203,9 @@ def attend(
         num_stages=tuned.stages,
     )
     if len(merges):
-        _merge[(len(merges), programs)](
+        launch(
+            _merge,
+            (len(merges), programs),
             *(out, scratch.sums, scratch.marks, merges, sinks, shape.group, *out.stride()[:2]),
             BLOCKS=built.blocks,
             MERGE=MERGE,

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .triton_launch import launch
+
 _ROW = 4096  # numbers that one program of a norm works on, if a row has fewer
 _HEADS = 8  # heads that one program turns
 _ACTS = 1024  # outputs of one program of an activation
@@ -49,14 +51,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
     _, (out_outer, out_inner) = _rows(out)
     padded = triton.next_power_of_2(width)
     per = max(1, min(32, _ROW // padded))
-    _norm_kernel[(triton.cdiv(outer * inner, per),)](
+    launch(
+        _norm_kernel, (triton.cdiv(outer * inner, per),),
         x, weight, out, outer * inner, inner, x_outer, x_inner, out_outer, out_inner, eps,
         WIDTH=width, PADDED=padded, ROWS=per, PLUS_ONE=plus_one, num_warps=8 if padded >= 2048 else 4,
     )  # fmt: skip
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["q_heads", "heads"])
 def _rotary_kernel(
     q_ptr, k_ptr, cos_ptr, sin_ptr, out_ptr, q_heads, heads, q_head, q_token, k_head, k_token, cos_token, sin_token,
     HALF: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr,
@@ -87,7 +90,8 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     (_, q_heads, tokens, width), k_heads = q.shape, k.shape[1]
     heads = q_heads + k_heads
     out = q.new_empty(tokens, heads, width)
-    _rotary_kernel[(tokens, triton.cdiv(heads, _HEADS))](
+    launch(
+        _rotary_kernel, (tokens, triton.cdiv(heads, _HEADS)),
         q, k, cos, sin, out, q_heads, heads, q.stride(1), q.stride(2), k.stride(1), k.stride(2),
         cos.stride(1), sin.stride(1),
         HALF=width // 2, PADDED=triton.next_power_of_2(width // 2), HEADS=_HEADS, num_warps=4,
@@ -130,9 +134,10 @@ def _gated(both: Tensor, tanh: bool) -> Tensor:
     width = both.shape[-1] // 2
     flat = both.reshape(-1, 2 * width)
     out = both.new_empty(*both.shape[:-1], width)
-    _gated_kernel[(len(flat), triton.cdiv(width, _ACTS))](
-        flat, out, flat.stride(0), width, width, TANH=tanh, BLOCK=_ACTS, num_warps=4
-    )
+    launch(
+        _gated_kernel, (len(flat), triton.cdiv(width, _ACTS)),
+        flat, out, flat.stride(0), width, width, TANH=tanh, BLOCK=_ACTS, num_warps=4,
+    )  # fmt: skip
     return out
 
 

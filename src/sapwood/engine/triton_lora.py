@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .triton_launch import launch
+
 _TOKENS = 64  # of a program
 _LEAST_SPLIT, _MOST_SPLITS = 1024, 8
 _WARPS = 8
@@ -126,7 +128,8 @@ def shrink(x: Tensor, a: Tensor, ranks: Tensor, slots: Tensor, shrunk: Tensor) -
     rows, parts, stored, _ = a.shape
     split, splits = _splits(a)
     exact = x.dtype is torch.float32
-    _shrink_kernel[(triton.cdiv(tokens, _TOKENS), rows - 1, parts * splits)](
+    launch(
+        _shrink_kernel, (triton.cdiv(tokens, _TOKENS), rows - 1, parts * splits),
         x, a, shrunk, slots, ranks, tokens, width, x.stride(0), a.stride(0), a.stride(1),
         PARTS=parts, SPLIT=split, RANK=_padded(stored), STORED=stored, EXACT=exact,
         TOKENS=_TOKENS, IN=_tiles(a).columns_in, num_warps=_WARPS,
@@ -137,7 +140,8 @@ def expand(shrunk: Tensor, y: Tensor, b: Tensor, ranks: Tensor, slots: Tensor, b
     """Add to y [T, out] in place what the B of each token's slot makes of that. b [slots + 1, out, rank]; `blocks`:
     from `out_blocks`."""
     splits, parts, tokens, stored = shrunk.shape
-    _expand_kernel[(triton.cdiv(tokens, _TOKENS), len(b) - 1, len(blocks))](
+    launch(
+        _expand_kernel, (triton.cdiv(tokens, _TOKENS), len(b) - 1, len(blocks)),
         shrunk, b, y, slots, ranks, blocks, tokens, y.stride(0), b.stride(0),
         PARTS=parts, SPLITS=splits, RANK=_padded(stored), STORED=stored, EXACT=y.dtype is torch.float32,
         TOKENS=_TOKENS, OUT=_tiles(b).columns_out, num_warps=_WARPS,

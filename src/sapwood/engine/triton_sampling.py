@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .triton_launch import launch
+
 _TILE = 512  # weights that are compared with eight patterns at once
 _LONG = 4096  # weights that are looked at once
 _WARPS = 8
@@ -138,7 +140,8 @@ def choose(weights: Tensor, numbers: Tensor) -> Tensor:
     rows, width = weights.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=weights.device)
     scratch = torch.empty((rows, width), dtype=torch.int32, device=weights.device)
-    _choose_kernel[(rows,)](
+    launch(
+        _choose_kernel, (rows,),
         weights.view(torch.int32), scratch, numbers, tokens, width, weights.stride(0),
         LEAST=_pattern(2.0**-40), ONE=_pattern(1.0), TILE=_TILE, LONG=_LONG, num_warps=_WARPS,
     )  # fmt: skip

@@ -16,6 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .recurrent import Runs
+from .triton_launch import compiling, launch
+
+__all__ = ["compiling", "conv", "delta_rule", "scan"]
 
 _CHANNELS = 256
 _STATE = 4096  # numbers of a state that one program keeps
@@ -91,12 +94,14 @@ def conv(
     shared = (x.stride(0), x.stride(1), state.stride(0), channels)
     block = min(_CHANNELS, triton.next_power_of_2(channels))
     blocks = triton.cdiv(channels, block)
-    _conv_kernel[(tokens, blocks)](
+    launch(
+        _conv_kernel, (tokens, blocks),
         x, state, weight, weight if bias is None else bias, out, *runs, *shared,
         KEPT=kept, TAPS=taps, HAS_BIAS=bias is not None, SILU=activation is not None, BLOCK=block,
     )  # fmt: skip
     padded = triton.next_power_of_2(kept)
-    _keep_kernel[(len(runs.rows), blocks)](x, state, runs.rows, *shared, KEPT=kept, PADDED=padded, BLOCK=block)
+    grid = (len(runs.rows), blocks)
+    launch(_keep_kernel, grid, x, state, runs.rows, *shared, KEPT=kept, PADDED=padded, BLOCK=block)
     return out[:, :, None]
 
 
@@ -185,7 +190,8 @@ def scan(
     d, bias, gate = (x if each is None else each for each in (D, dt_bias, z))
     strides = [stride for each in (x, dt, A, B, C) for stride in each.stride()]
     more = [*d.stride()[-2:], *bias.stride()[-2:], *gate.stride()]
-    _scan_kernel[(len(runs.rows), heads, triton.cdiv(dims, block))](
+    launch(
+        _scan_kernel, (len(runs.rows), heads, triton.cdiv(dims, block)),
         state, x, dt, A, B, C, d, bias, gate, out, runs.rows,
         state.stride(0), *strides, *more, heads, heads // B.shape[1],
         DIM=dims, N=n, PADDED=padded, BLOCK=block, HAS_D=D is not None, HAS_BIAS=dt_bias is not None,
@@ -253,7 +259,8 @@ def delta_rule(
     padded = triton.next_power_of_2(keys)
     block = min(triton.next_power_of_2(values), max(16, _STATE // padded))
     strides = [stride for each in (q, k, v, g, beta) for stride in each.stride()[:2]]
-    _delta_kernel[(len(runs.rows), heads, triton.cdiv(values, block))](
+    launch(
+        _delta_kernel, (len(runs.rows), heads, triton.cdiv(values, block)),
         state, q, k, v, g, beta, out, runs.rows, state.stride(0), *strides, heads, keys**-0.5,
         KEYS=keys, VALUES=values, PADDED=padded, BLOCK=block, NORMED=use_qk_l2norm_in_kernel,
     )  # fmt: skip

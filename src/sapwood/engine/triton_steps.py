@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .step_buffer import CHANGES, Packed
+from .triton_launch import launch
 
 _BLOCK = 256
 
@@ -45,19 +46,22 @@ class Known:
 
     def begin(self, step: Packed, tokens: int, rows: int) -> Begun:
         """Apply what a step changes, and give the numbers of its first `tokens` and `rows`."""
-        _change[(CHANGES // _BLOCK,)](self._tables, step.changed, step.count, MOST=CHANGES, BLOCK=_BLOCK)
+        changes = (self._tables, step.changed, step.count)
+        launch(_change, (CHANGES // _BLOCK,), *changes, MOST=CHANGES, BLOCK=_BLOCK)
         begun = Begun(*(self.last.new_empty(n) for n in (tokens, tokens, rows, tokens)))
         grid = (triton.cdiv(max(tokens, rows), _BLOCK),)
-        _widen[grid](
-            *(step.tokens, step.positions, step.wanted, step.states, self.last, *begun, tokens, rows), BLOCK=_BLOCK
-        )
+        numbers = (step.tokens, step.positions, step.wanted, step.states, self.last)
+        if not launch(_widen, grid, *numbers, *begun, tokens, rows, BLOCK=_BLOCK):
+            for each in begun:
+                each.zero_()  # what torch looks up with them must be there
         return begun
 
     def end(self, tokens: Tensor, best: Tensor, targets: Tensor, out: Tensor) -> None:
         """`tokens` [n] were chosen, whose logits are `best`: no number, and they mean nothing. `out` [2, n or more]
         int32: the tokens, and whether they are bad."""
         n = len(tokens)
-        _end[(triton.cdiv(n, _BLOCK),)](tokens, best, targets, self.last, out, n, out.stride(0), BLOCK=_BLOCK)
+        grid = (triton.cdiv(n, _BLOCK),)
+        launch(_end, grid, tokens, best, targets, self.last, out, n, out.stride(0), BLOCK=_BLOCK)
 
 
 @triton.jit
@@ -69,7 +73,7 @@ def _change(tables, changed, count, MOST: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(tables + place, page, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "rows"])
 def _widen(
     tokens, positions, wanted, states, last, to_tokens, to_positions, to_wanted, to_states, n, rows,
     BLOCK: tl.constexpr,
@@ -86,7 +90,7 @@ def _widen(
     tl.store(to_wanted + at, tl.load(wanted + at, mask=there, other=0).to(tl.int64), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _end(tokens, best, targets, last, out, n, line, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = at < n

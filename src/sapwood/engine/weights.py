@@ -10,7 +10,7 @@ import hashlib
 import math
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,9 @@ LOAD_FORMATS = ("auto", "dummy")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _TEXTS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt")
 _WEIGHTS = ("model.safetensors", "model-*.safetensors")
+_RANDOM = {"uniform_", "normal_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_"}
+_RANDOM |= {"trunc_normal_"}
+_LARGE = 1 << 16  # numbers of a tensor: what is computed from random ones is smaller
 _PERIOD = 4_194_301  # a prime, so that the rows of a matrix never begin at the same number again
 
 
@@ -51,6 +54,15 @@ def find_model(model: str | None, *, load_format: str, revision: str | None = No
         raise ModelError(f"{path} is not there")
     name = model or "the default model"
     return ModelFiles(name, folder, config_in(folder), ()) if dummy else files_in(folder, name)
+
+
+def import_transformers(files: ModelFiles) -> None:
+    """What `load_model` needs of transformers for these files: seconds, where nothing of it was imported before."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config = _config(files)
+    with _named(files.folder):
+        MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # its file is imported now
 
 
 def load_model(files: ModelFiles, *, dtype: str, device: str, seed: int = 0, progress: bool = False) -> torch.nn.Module:
@@ -208,18 +220,35 @@ def _dummy(files: ModelFiles, config: Any, dtype: Any, device: torch.device, see
     maker: Any = transformers.AutoModelForCausalLM
     if dtype == "auto":
         dtype = getattr(config.get_text_config(), "dtype", None) or torch.bfloat16
-    with _named(files.folder / "config.json"), device, torch.random.fork_rng(devices=[]):
+    with _named(files.folder / "config.json"), device, torch.random.fork_rng(devices=[]), _not_random():
         model: torch.nn.Module = maker.from_config(config, dtype=dtype, trust_remote_code=False)
     ring = torch.from_numpy(_ring(seed)).to(device)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
-            base = 1.0 if bool((tensor == 1).all()) else 0.0
             start = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") % _PERIOD
             flat = tensor.data.view(-1)
+            base = 1.0 if bool((flat[:1] == 1).all()) and bool((flat == 1).all()) else 0.0
             for at in range(0, len(flat), _PERIOD):
                 piece = flat[at : at + _PERIOD]
                 piece.copy_(ring[start : start + len(piece)] + base)
     return model
+
+
+def _not_random() -> AbstractContextManager[Any]:
+    """Large tensors are not filled with random numbers in here, which others will replace: they stay as they came."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class NotRandom(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if getattr(func, "__name__", "") in _RANDOM:
+                tensor = args[0] if args else kwargs.get("tensor")
+                if isinstance(tensor, torch.Tensor) and tensor.numel() >= _LARGE:
+                    return tensor
+            return func(*args, **kwargs)
+
+    return NotRandom()
 
 
 def _ring(seed: int) -> np.ndarray[Any, np.dtype[np.float32]]:
