@@ -13,6 +13,7 @@ on a CPU, which is for tests.)
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -401,7 +402,9 @@ class GpuExecutor(ModelExecutor):
         if event is not None:
             if not block and not event.query():
                 return ()
+            begin = time.perf_counter()
             event.synchronize()
+            self.waited += time.perf_counter() - begin
         self._ready.popleft()
         return super().finish()
 
