@@ -1,6 +1,6 @@
-"""What the device does in some steps, by part: as torch's profiler sees it. On a GPU these are kernels, also those of
-graphs, and their names tell the part. On a CPU they are torch's operations, and those of attention and of sampling
-are told by where they are called. torch is imported late."""
+"""What the device does in some steps, by part, as torch's profiler sees it. On a GPU these are kernels, also those of
+graphs, and their names tell the part. On a CPU they are torch's operations; what belongs to attention and to sampling
+is told by where they are called. torch is imported late."""
 
 from __future__ import annotations
 
@@ -14,22 +14,18 @@ if TYPE_CHECKING:
     from sapwood.engine.core import Engine
 
 PARTS = ("matmuls", "attention", "sampling", "rest")
-# The first that is found in a name. Attention first: kernels of torch's own have "cutlass" or "splitkv" in theirs.
-_NAMES = (
-    ("attention", re.compile(r"^_(attend|write|merge)$|attention|flash_|fmha|sdpa", re.I)),
-    ("sampling", re.compile(r"^_(choose_kernel|end)$|^sampling$|argmax|MaxOps|multinomial", re.I)),
-    (
-        "matmuls",
-        re.compile(
-            r"gemm|gemv|gemmk|nvjet|cutlass|cublas|xmma|splitk|^_(shrink|expand)_kernel$|^dot_kernel|"
-            r"^(aten|mkldnn|onednn)::(\w*linear(_pointwise)?|matmul|einsum|v?dot|\w*m[mv](_activation)?)$",
-            re.I,
-        ),
-    ),
-)
-_NO_WORK = re.compile(r"^(Context|Device|Event|Stream|Unknown) (Sync|Wait)")  # somebody waits for the device
+# The first that is found in a name. Attention first: torch's own kernels for it have "cutlass" or "splitkv" in theirs.
+_NAMES = {
+    "attention": r"^_(attend|write|merge)$|attention|flash_|fmha|sdpa",
+    "sampling": r"^_(choose_kernel|end)$|^sampling$|argmax|::MaxOps",
+    "matmuls": r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|^_(shrink|expand)_kernel$|\bdot_kernel"
+    r"|^(aten|mkldnn)::(\w*linear|_linear_pointwise|matmul|einsum|v?dot|\w*m[mv](_activation)?)$",
+}
+_WAITS = re.compile(r"^(Context|Device|Event|Stream|Unknown) (Sync|Wait)")  # for the device: no work of its own
 _SPACES = re.compile(r"^void |(?:\w+|\(anonymous namespace\)|<unnamed>)::")
-_LONGEST = 60
+_WIDTH = 60
+# Kineto says nothing of what it does; and it stays, because graphs do not survive that it leaves and comes again.
+_KINETO = {"KINETO_LOG_LEVEL": "99", "DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}
 
 
 class Ran(NamedTuple):
@@ -42,13 +38,13 @@ class Ran(NamedTuple):
 
 def part_of(name: str) -> str:
     """The part that a kernel or an operation belongs to."""
-    return next((part for part, names in _NAMES if names.search(name)), "rest")
+    return next((part for part, names in _NAMES.items() if re.search(names, name, re.I)), "rest")
 
 
 def shortened(name: str) -> str:
     """For a table: without namespaces, and not too long."""
     short = _SPACES.sub("", name)
-    return short if len(short) <= _LONGEST else f"{short[: _LONGEST - 3]}..."
+    return short if len(short) <= _WIDTH else f"{short[: _WIDTH - 3]}..."
 
 
 @contextmanager
@@ -60,14 +56,13 @@ def traced(engine: Engine) -> Iterator[dict[str, Ran]]:
     cuda = engine.device.type == "cuda"
     activity = ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU
     if not kineto_available() or activity not in supported_activities():
-        raise RuntimeError(f"this build of torch cannot profile a {'GPU' if cuda else 'CPU'}: it has no Kineto for it")
+        raise RuntimeError(f"torch was built without Kineto for a {activity.name}: there is nothing to profile it with")
+    for name, value in _KINETO.items():
+        os.environ.setdefault(name, value)
     found: dict[str, Ran] = {}
     with ExitStack() as stack:
         if cuda:
             torch.cuda.synchronize(engine.device)  # what was begun before is not in it
-            # graphs do not survive that CUPTI is left and entered again; torch says so where it makes them itself
-            os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
-            os.environ.setdefault("TEARDOWN_CUPTI", "0")
         else:
             stack.enter_context(replaced(engine.served, "forward", _marking_attention))
             stack.enter_context(replaced(engine, "draw", _marking("sampling")))
@@ -83,42 +78,12 @@ def traced(engine: Engine) -> Iterator[dict[str, Ran]]:
         )
 
 
-@contextmanager
-def replaced(owner: Any, method: str, by: Callable[[Any], Any]) -> Iterator[None]:
-    """For a while an object has another method, made from its own."""
-    setattr(owner, method, by(getattr(owner, method)))
-    try:
-        yield
-    finally:
-        delattr(owner, method)
-
-
-def _marking(part: str) -> Callable[[Any], Any]:
-    from torch.profiler import record_function
-
-    def by(inner: Any) -> Any:
-        def marked(*args: Any, **kwargs: Any) -> Any:
-            with record_function(part):
-                return inner(*args, **kwargs)
-
-        return marked
-
-    return by
-
-
-def _marking_attention(forward: Any) -> Any:
-    """`ServedModel.forward` is given what attends, with the writing of K and V."""
-    mark = _marking("attention")
-    return lambda ids, positions, wanted, attend, states: forward(ids, positions, wanted, mark(attend), states)
-
-
 def kernels(events: Iterable[Any]) -> Iterator[tuple[str, str, float]]:
-    """Part, name and seconds of each kernel of a GPU. Where two run at a time, the later one counts from the end of the
-    other."""
+    """Part, name and seconds of each kernel of a GPU. What runs beside another counts from the end of that."""
     busy = 0.0
     ran = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
     for event in sorted(ran, key=lambda event: event.time_range.start):
-        if not _NO_WORK.search(event.name):
+        if not _WAITS.search(event.name):
             begin, end = max(busy, event.time_range.start), event.time_range.end
             yield part_of(event.name), event.name, max(0.0, end - begin) / 1e6
             busy = max(busy, end)
@@ -134,3 +99,25 @@ def operations(events: Iterable[Any]) -> Iterator[tuple[str, str, float]]:
     for event in events:
         if not event.is_user_annotation:  # in a mark itself Python works
             yield part(event), event.name, event.self_cpu_time_total / 1e6
+
+
+@contextmanager
+def replaced(owner: Any, method: str, by: Callable[[Any], Any]) -> Iterator[None]:
+    """For a while an object has another method, made from its own."""
+    setattr(owner, method, by(getattr(owner, method)))
+    try:
+        yield
+    finally:
+        delattr(owner, method)
+
+
+def _marking(part: str) -> Callable[[Any], Any]:
+    from torch.profiler import record_function
+
+    return lambda inner: record_function(part)(inner)
+
+
+def _marking_attention(forward: Any) -> Any:
+    """`ServedModel.forward` is given what attends, and writes K and V before."""
+    mark = _marking("attention")
+    return lambda ids, positions, wanted, attend, states: forward(ids, positions, wanted, mark(attend), states)
