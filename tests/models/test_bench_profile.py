@@ -190,12 +190,13 @@ def test_parts_add_up(folder, capsys):
         assert all(row[part] >= 0 for part in row), name
         assert row["python"] == pytest.approx(row["host"]), "on a CPU nothing is hidden"
         assert name.endswith("ms") or row["total"] == pytest.approx(100)
-    assert read["notes"][:2] == [
+    # Prompts of a model with states end a chunk where a state is kept.
+    states = kind_of(folder) == "bamba"
+    assert read["notes"][:3] == [
         "decode: 3 rows, contexts from 24 on",
-        "mixed: 3 rows, and a prompt's last 8 tokens behind 24 that are cached",
+        f"mixed: 3 rows and 8 tokens of {'2 prompts' if states else '1 prompt'}, behind 24 that are cached",
+        "prefill: 64 tokens of 8 prompts" if states else "prefill: 128 tokens of 6 prompts",
     ]
-    states = "prefill: 64 tokens of 8 prompts"  # whose chunks end where a state is kept
-    assert read["notes"][2] == (states if kind_of(folder) == "bamba" else "prefill: 128 tokens of 6 prompts")
     for kind in ("decode", "mixed", "prefill"):
         table = read["tables"][f"{kind}: what takes longest"]
         times = [row["ms"] for row in table.values()]
@@ -216,6 +217,8 @@ def test_what_does_not_fit_is_refused(folder, capsys):
     assert "max_num_seqs must be 9 or more for these steps, got 8" in capsys.readouterr().err
     assert main([*start, "--input-len", "290"]) == 2
     assert "must fit into the context, which is 300 tokens, got 290" in capsys.readouterr().err
+    assert main([*start, "--tail-len", "126"]) == 2
+    assert "mixed step, which has 128 tokens (--max-mixed-tokens), got 3 and 126" in capsys.readouterr().err
     little = "--device-cache 256KiB --max-model-len 100 --batch-size 8 --input-len 60"
     assert main([*start, *little.split()]) == 1
     assert "8 rows should have been: more --device-cache" in capsys.readouterr().err

@@ -60,11 +60,11 @@ def measure(asked: argparse.Namespace, config: EngineConfig) -> Report:
         spent = steps.split()
         figures[f"{kind}, ms"] = {part: 1e3 * seconds for part, seconds in spent.items()}
         figures[f"{kind}, %"] = {part: 100 * seconds / steps.wall for part, seconds in spent.items()}
-    mixed, prefill = found["mixed"].size, found["prefill"].size
+    sizes = {kind: steps.size for kind, steps in found.items()}
     notes = [
-        f"decode: {found['decode'].size.decodes} rows, contexts from {asked.input_len} on",
-        f"mixed: {mixed.decodes} rows, and a prompt's last {mixed.tokens} tokens behind {mixed.cached} that are cached",
-        f"prefill: {prefill.tokens} tokens of {prefill.prompts} prompts",
+        f"decode: {sizes['decode'].decodes} rows, contexts from {asked.input_len} on",
+        f"mixed: {sizes['mixed'].decodes} rows and {sizes['mixed']}, behind {sizes['mixed'].cached} that are cached",
+        f"prefill: {sizes['prefill']}",
         "host: the device does nothing; python: how long Python works in a step, beside the device or not",
     ]
     tops = [Report(f"{kind}: what takes longest", _TOP_FORMS, steps.longest()) for kind, steps in found.items()]
@@ -78,6 +78,9 @@ class Size(NamedTuple):
     prompts: int
     tokens: int  # of the prompts, in this step
     cached: int  # of the last prompt
+
+    def __str__(self) -> str:
+        return f"{self.tokens} tokens of {self.prompts} prompt{'s' * (self.prompts > 1)}"
 
 
 class Steps(NamedTuple):
@@ -117,6 +120,12 @@ class Meter:
         self._decodes = {"decode": rows, "mixed": min(rows, most - ahead), "prefill": 0}
         if rows > most or most <= ahead:
             raise ValueError(f"max_num_seqs must be {max(rows, 1 + ahead)} or more for these steps, got {most}")
+        limit = engine.scheduler.config.mixed_tokens or engine.scheduler.config.max_batch_tokens
+        if rows + asked.tail_len > limit:
+            raise ValueError(
+                f"--batch-size with --tail-len must fit into a mixed step, which has {limit} tokens "
+                f"(--max-mixed-tokens), got {rows} and {asked.tail_len}"
+            )
         if asked.input_len + max(self._answer, asked.tail_len + 1) > engine.max_model_len:
             raise ValueError(
                 f"--input-len with {self._answer} generated tokens, or with --tail-len, must fit into the context, "
