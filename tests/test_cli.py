@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import sapwood
-from sapwood.bench import command, latency
-from sapwood.bench.tables import Report, as_text, differences
+from sapwood.bench import command, latency, profile
+from sapwood.bench.tables import Report, as_json, as_text, differences
 from sapwood.cli import main
 from sapwood.engine.flags import EngineConfig
 
@@ -142,6 +142,25 @@ def test_a_prefix_that_is_the_whole_prompt_is_refused(capsys):
     assert "--shared-prefix-len must be less than --input-len, which is 8, got 8" in said
 
 
+def test_profile_is_a_bench_with_two_spellings(monkeypatch, capsys):
+    """`--profile` instead of a bench's name, wherever it stands; beside one it is refused.
+
+    Mutation: `_spelled` looks at the first argument alone.
+    """
+    asked: list[Any] = []
+    monkeypatch.setattr(profile, "measure", lambda *given: asked.append(given) or REPORT)
+    for words in ("profile --input-len 9 --page-size 8", "--profile --input-len 9 --page-size 8",
+                  "--input-len 9 --page-size 8 --profile"):  # fmt: skip
+        assert main(["bench", *words.split()]) == 0
+    assert [given[0].input_len for given in asked] == [9, 9, 9]
+    assert [given[1] for given in asked] == 3 * [EngineConfig(page_size=8)]
+    assert "--profile is a bench of its own: leave out 'latency'" in fails(capsys, "bench", "latency", "--profile")
+    with pytest.raises(SystemExit):
+        main(["bench", "--profile", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "decode rows (default 64 on a GPU, 8 on a CPU)" in said and "not cached (default 64)" in said
+
+
 def test_a_run_is_compared_with_an_older_one(measured, tmp_path, capsys):
     """What one run has written the next one shows ratios to, and says in what it was asked for something else. A file
     of another bench is refused.
@@ -174,6 +193,17 @@ def test_tables_line_up():
     older = as_text(report, {"one": {"a": 12345.0}})
     assert older.splitlines()[1:] == ["one      12345   1.00 x", "another      1           50.0%"]
     assert differences(report, {"settings": "broken"}) == []
+
+
+def test_tables_below_a_table():
+    """Each under its name, also as JSON; ratios are those of the first alone.
+
+    Mutation: `as_json` leaves `then` out.
+    """
+    report = REPORT._replace(then=[Report("longest", {"ms": "{:.1f}"}, {"mm": {"ms": 2.0}})])
+    said = as_text(report, {"first token": {"median": 10.0}, "mm": {"ms": 1.0}}).splitlines()
+    assert said[2:] == ["", "one note", "", "longest", "     ms", "mm  2.0"]
+    assert as_json(report)["tables"] == {"longest": {"mm": {"ms": 2.0}}} and "tables" not in as_json(REPORT)
 
 
 @pytest.mark.parametrize(

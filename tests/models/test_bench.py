@@ -62,7 +62,7 @@ def test_tokens_are_timed_one_by_one(folder):
 def test_ctrl_c_waits_for_the_end_of_a_step(folder, caplog):
     """Pressed in the middle of a step, it comes out after it, and the engine closes without a complaint.
 
-    Mutation: `_interrupts` leaves the signal as it is.
+    Mutation: `interrupts` leaves the signal as it is.
     """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
     try:

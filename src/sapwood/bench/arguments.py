@@ -7,8 +7,8 @@ import argparse
 MOST_TOKENS = 1 << 24  # of a prompt or an answer; what a model can read is checked when it is there
 
 
-def number(parser: argparse.ArgumentParser, name: str, default: int, low: int, high: int, what: str) -> None:
-    """A whole number from `low` to `high`."""
+def number(parser: argparse.ArgumentParser, name: str, default: int | None, low: int, high: int, what: str) -> None:
+    """A whole number from `low` to `high`. Where the default is None, `what` says what that means."""
 
     def checked(text: str) -> int:
         try:
@@ -19,4 +19,5 @@ def number(parser: argparse.ArgumentParser, name: str, default: int, low: int, h
             raise argparse.ArgumentTypeError(f"must be a whole number from {low} to {high}, got {text!r:.60}")
         return value
 
-    parser.add_argument(name, type=checked, default=default, metavar="N", help=f"{what} (default {default})")
+    help = what if default is None else f"{what} (default {default})"
+    parser.add_argument(name, type=checked, default=default, metavar="N", help=help)

@@ -11,7 +11,7 @@ from typing import Any
 
 from sapwood.engine.arguments import add_engine_arguments, engine_config, given_flags
 
-from . import cache, calibrate, latency, serve, throughput
+from . import cache, calibrate, latency, profile, serve, throughput
 from .tables import Report, as_json, as_text, differences, read_json
 
 BENCHES: dict[str, Any] = {  # each with an engine of its own
@@ -19,13 +19,14 @@ BENCHES: dict[str, Any] = {  # each with an engine of its own
     "throughput": throughput,
     "cache": cache,
     "calibrate": calibrate,
+    "profile": profile,
 }
 SERVER_BENCHES: dict[str, Any] = {"serve": serve}  # with a server that runs already
 _NOT_WRITTEN = {"bench", "output_json", "compare", "api_key", "header", "progress"}
 
 
 def main(arguments: Sequence[str]) -> int:
-    asked = parser().parse_args(arguments)
+    asked = parser().parse_args(_spelled(arguments))
     try:
         older = None if asked.compare is None else read_json(asked.compare, asked.bench)
         if asked.output_json is not None and not Path(asked.output_json).absolute().parent.is_dir():
@@ -41,6 +42,16 @@ def main(arguments: Sequence[str]) -> int:
     if older is not None:
         sys.stdout.writelines(f"{line}\n" for line in differences(report, older))
     return 0
+
+
+def _spelled(arguments: Sequence[str]) -> list[str]:
+    """`--profile` instead of a bench's name is that bench."""
+    others = [each for each in arguments if each != "--profile"]
+    if len(others) == len(arguments):
+        return others
+    if others and others[0] in {**BENCHES, **SERVER_BENCHES}:
+        parser().error(f"--profile is a bench of its own: leave out {others[0]!r}")
+    return ["profile", *others]
 
 
 def _measure(asked: argparse.Namespace) -> Report:
@@ -65,6 +76,8 @@ def _settings(asked: argparse.Namespace) -> dict[str, Any]:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="sapwood bench", description="Measure a model on this machine, or a server.")
+    help = "the same as the bench `profile`"
+    parser.add_argument("--profile", action="store_true", default=argparse.SUPPRESS, help=help)
     benches = parser.add_subparsers(dest="bench", required=True, metavar="BENCH")
     for name, bench in {**BENCHES, **SERVER_BENCHES}.items():
         one = benches.add_parser(name, help=bench.HELP, description=bench.HELP, allow_abbrev=False)

@@ -82,12 +82,12 @@ def run(
             )
     begin = time.perf_counter()
     samples = [
-        engine.submit(str(at), prompt, _exactly(output, salt))[0]
+        engine.submit(str(at), prompt, exactly(output, salt))[0]
         for at, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
     ]
     times: dict[str, list[float]] = {sample.id: [] for sample in samples}
     left = len(samples)
-    with _interrupts() as stop_if_asked:
+    with interrupts() as stop_if_asked:
         while left:
             changed = engine.step()
             now = time.perf_counter() - begin
@@ -107,7 +107,7 @@ def run(
 
 
 @contextmanager
-def _interrupts() -> Iterator[Callable[[], None]]:
+def interrupts() -> Iterator[Callable[[], None]]:
     """Ctrl-C waits for the end of a step, where what this yields is called: a step that is torn apart cannot be
     finished, and the engine would complain of it. Pressed again, it does not wait."""
     pressed: list[int] = []
@@ -132,7 +132,8 @@ def _interrupts() -> Iterator[Callable[[], None]]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _exactly(tokens: int, salt: str | None) -> SamplingParams:
+def exactly(tokens: int, salt: str | None) -> SamplingParams:
+    """What asks for so many of the likeliest tokens."""
     return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, cache_salt=salt)
 
 

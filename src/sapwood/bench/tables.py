@@ -21,6 +21,7 @@ class Report(NamedTuple):
     notes: Sequence[str] = ()
     more: Mapping[str, Any] = {}  # besides, in the JSON alone
     settings: Mapping[str, Any] = {}  # what was asked for: flags and sizes
+    then: Sequence[Report] = ()  # tables below, by what they are of
 
 
 def as_text(report: Report, older: Figures | None = None) -> str:
@@ -37,7 +38,8 @@ def as_text(report: Report, older: Figures | None = None) -> str:
     for first, *others in zip(*columns, strict=True):
         right = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
         lines.append("  ".join([first.ljust(widths[0]), *right]).rstrip())
-    return "\n".join([*lines, *([""] if report.notes else []), *report.notes]) + "\n"
+    below = "".join(f"\n{table.bench}\n{as_text(table)}" for table in report.then)
+    return "\n".join([*lines, *([""] if report.notes else []), *report.notes]) + "\n" + below
 
 
 def _ratio(now: float | None, before: float | None) -> str:
@@ -51,6 +53,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "settings": dict(report.settings),
         "figures": {name: dict(row) for name, row in report.figures.items()},
         "notes": list(report.notes),
+        **({"tables": {table.bench: table.figures for table in report.then}} if report.then else {}),
         **report.more,
     }
 

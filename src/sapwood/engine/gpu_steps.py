@@ -12,6 +12,7 @@ on a CPU, which is for tests.)
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -259,7 +260,9 @@ class GpuExecutor(ModelExecutor):
         if event is not None:
             if not block and not event.query():
                 return ()
+            begin = time.perf_counter()
             event.synchronize()
+            self.waited += time.perf_counter() - begin
         self._ready.popleft()
         return super().finish()
 

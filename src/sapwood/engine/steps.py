@@ -10,6 +10,7 @@ are those sampled last for their slot, and never leave the device for that.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -129,6 +130,7 @@ class ModelExecutor:
         self.device = served.device
         self.hooks: Hooks = Greedy() if hooks is None else hooks
         self.told: dict[int, Told] = {}
+        self.waited = 0.0  # seconds for the device, by `finish`
         self.most = 1 << 30  # tokens of a piece; less after a step that memory did not suffice for
         self._last = torch.zeros(slots, dtype=torch.long, device=self.device)
         self._running: deque[Running] = deque()
@@ -191,7 +193,9 @@ class ModelExecutor:
         plan, rows, drawn, scores = self._running.popleft()
         self.hooks.over(plan)
         assert plan.step is not None
+        begin = time.perf_counter()
         wrong = drawn.bad.cpu().numpy()
+        self.waited += time.perf_counter() - begin
         if wrong.any():
             culprits = [plan.batch.ids[row] for row, is_bad in zip(rows, wrong.tolist(), strict=True) if is_bad]
             return [StepFailed(plan.step, "the model's logits are no numbers (NaN or infinite)", culprits)]
