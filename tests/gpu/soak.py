@@ -1,7 +1,7 @@
-"""Random traffic on a GPU for some minutes: `make gpu-soak`. Prompts of all lengths that share prefixes come and go, some
-are aborted, the cache is too small for those who run, pages go to host memory and come back, and steps fail: before
-they begin, behind their forward, and because a row has no numbers. Answers are those of quiet times, whatever happened
-beside them; memory stays as it is; and in the end every page is free."""
+"""Random traffic on a GPU for some minutes: `make gpu-soak`. Prompts of all lengths that share prefixes come and go,
+some are aborted, the cache is too small for those who run, pages go to host memory and come back, and steps fail:
+before they begin, behind their forward, and because a row has no numbers. Answers are those of quiet times, whatever
+happened beside them; memory stays as it is; and in the end every page is free."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from sapwood import LLM
 from sapwood.engine.samples import Sample
 
 from .answers import TIE, Ask, Right, asks, parting, poison, quiet, tie
+from .kit import say
 from .shapes import EXACT, opened
 
 FLAGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 2048, "max_num_seqs": 64, "max_mixed_tokens": 768}
@@ -32,11 +33,6 @@ _HANGS = 150.0  # seconds beyond the traffic's, for start, drain and all: then i
 _LOOKS = 30.0  # seconds between two lines
 _MORE = {"allocated": 16, "reserved": 64, "resident": 128}  # MiB that memory may grow by after a third of the time
 _LOGPROB = 1e-3  # what log-probabilities may differ by
-
-
-def say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 class Live(NamedTuple):
@@ -137,8 +133,8 @@ class Soak:
             self.over()
             if spent > next_look:
                 next_look += _LOOKS
-                self.look(spent)
-        self.look(time.monotonic() - begin)
+                self.look()
+        self.look()
 
     def traffic(self) -> None:
         rng = self._rng
@@ -222,14 +218,14 @@ class Soak:
         if len(sample.logprobs) != len(sample.token_ids) or max(off, default=0.0) > _LOGPROB:
             self.wrong.append(f"{sample.id}: log-probabilities are off by {max(off, default=0.0):.2g}")
 
-    def look(self, spent: float) -> None:
+    def look(self) -> None:
         self.engine.scheduler.cache.check()
         self.memory.append(Memory.now())
         stats = self.llm.stats()
         tiers = {name: stats["tiers"][name] for name in ("loads", "saves")}
         told = {**dict(sorted(self.counts.items())), "retractions": stats["retractions"], **tiers}
         words = ", ".join(f"{name} {value}" for name, value in told.items())
-        say(f"[{spent:4.0f} s] {words}; {len(self.live)} live, {len(self.wrong)} wrong; MiB {tuple(self.memory[-1])}")
+        say(f"{words}; {len(self.live)} live, {len(self.wrong)} wrong; MiB {tuple(self.memory[-1])}")
 
     def end(self) -> None:
         """Nobody is left: nothing is under way, and forgetting everything frees every page."""
@@ -277,10 +273,8 @@ def main(seconds: float) -> None:
         soak.end()
     if torch.cuda.is_available() and not sizes:
         soak.wrong.append("there are no graphs")
-    counts = soak.counts
-    say(
-        f"{counts['different']} of {counts['done']} answers different, {counts['ties']} of ties up to {soak.farthest:.1e}"
-    )
+    different, done, ties = (soak.counts[name] for name in ("different", "done", "ties"))
+    say(f"{different} of {done} answers are different, {ties} more at ties, which were {soak.farthest:.1e} at the most")
     for line in soak.wrong[:20]:
         say(f"WRONG {line}")
     say(f"{'right' if not soak.wrong else f'{len(soak.wrong)} WRONG'} after {time.monotonic() - began:.0f} s")
