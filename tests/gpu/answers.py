@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from sapwood import LLM, SamplingParams
 from sapwood.engine.sampling import _GOLDEN, _mixed
@@ -71,8 +72,9 @@ def asks(seed: int, count: int, longest: int) -> list[Ask]:
 def poison(llm: LLM) -> None:
     """Make a token one that has no numbers, and that nobody says."""
     model: Any = llm.engine.served.model
-    for module, value in ((model.get_input_embeddings(), float("nan")), (model.get_output_embeddings(), 0.0)):
-        module.weight.data[POISON] = value
+    with torch.inference_mode():
+        model.get_input_embeddings().weight[POISON] = torch.nan
+        model.get_output_embeddings().weight[POISON] = 0
 
 
 def quiet(llm: LLM, some: Sequence[Ask]) -> list[list[Right]]:

@@ -1,4 +1,4 @@
-"""What the commands for a GPU share: lines with the time, prompts, requests that all decode, figures with their bars."""
+"""What the commands for a GPU share: lines with the time, prompts, requests that all decode, figures and their bars."""
 
 from __future__ import annotations
 
@@ -21,6 +21,15 @@ _BEGAN = time.perf_counter()
 def say(text: str) -> None:
     sys.stdout.write(f"[{time.perf_counter() - _BEGAN:5.0f} s] {text}\n")
     sys.stdout.flush()
+
+
+WRONG: list[str] = []  # what must not be
+
+
+def must(holds: bool, what: str) -> None:
+    if not holds:
+        WRONG.append(what)
+        say(f"WRONG {what}")
 
 
 class Line(NamedTuple):

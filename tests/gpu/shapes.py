@@ -70,5 +70,6 @@ def write_adapter(folder: str, config: dict[str, Any], rank: int, seed: int, std
                 tensors[f"{module}.{part}.weight"] = (std * torch.randn(shape, generator=generator)).to(dtype)
     Path(folder).mkdir(parents=True)
     save_file(tensors, f"{folder}/adapter_model.safetensors")
-    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": "all-linear"}
+    targets = [name.split(".")[-1] for name in shapes]
+    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets}
     Path(folder, "adapter_config.json").write_text(json.dumps(fields))
