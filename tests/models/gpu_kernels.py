@@ -1,8 +1,8 @@
 """Kernels by class, adapters, sampling and transfers on a GPU, checked and measured:
 `PYTHONPATH=src python -m tests.models.gpu_kernels [names of checks or figures]`.
 
-A check returns what is wrong, as lines; a figure prints a line of a table. What kernels compute is in
-tests/engine/test_triton_kernels.py, which runs on the card too where pytest is.
+A check returns what is wrong, as lines; a figure prints a line of a table. `make gpu-check` runs the checks too. What
+kernels compute is in tests/engine/test_triton_kernels.py, which runs on the card as well.
 """
 
 from __future__ import annotations
@@ -31,17 +31,14 @@ from sapwood.engine.sampling import Sampler
 from sapwood.engine.transfer_torch import PinnedArena, TorchArena, TorchMover
 from sapwood.engine.weights import find_model, load_model
 
-from .gpu import QWEN3_8B, wide
+from ..gpu.kit import say
+from ..gpu.shapes import QWEN3_8B, write_adapter
+from .gpu import wide
 
 FAMILIES = ("llama", "qwen3", "mistral", "gemma2", "gemma3")
 ROWS, VOCABULARY = 64, 151_936
 ATTENTION_MS = 1.46  # of a decode step at 64 and context 576, which is left out here
 RANK, LORAS = 16, 4
-
-
-def say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 @contextlib.contextmanager
@@ -120,15 +117,6 @@ def wall_milliseconds(run: Callable[[], Any], times: int = 20) -> float:
 
 
 # ---- checks
-
-
-def check_kernels() -> list[str]:
-    """tests/engine/test_triton_kernels.py, on the card."""
-    import pytest
-
-    file = Path(__file__).parents[1] / "engine" / "test_triton_kernels.py"
-    code = pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--noconftest", str(file)])
-    return [] if code == 0 else [f"test_triton_kernels.py: pytest ended with {code!r}"]
 
 
 def check_patched_models() -> list[str]:
@@ -232,7 +220,9 @@ def check_served_adapters() -> list[str]:
     answers: dict[str, list[list[int]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
-        names = _peft_adapters(folder)
+        names = ["sql", "poems", "code"]
+        for seed, name in enumerate(names):
+            write_adapter(f"{folder}/{name}", config, 4 + 6 * seed, seed, 0.15)
         loras = [
             None if i % 4 == 3 else LoRARequest(names[i % 4], i % 4 + 1, f"{folder}/{names[i % 4]}") for i in range(14)
         ]
@@ -263,24 +253,6 @@ def check_served_adapters() -> list[str]:
         f"served adapters: {changed} of {sum(map(bool, loras))} rows with adapters answer otherwise than the base model"
     )
     return wrong if changed > 8 else [*wrong, "adapters change almost nothing: this proves nothing"]
-
-
-def _peft_adapters(folder: str) -> list[str]:
-    """Folders of adapters on all projections, as PEFT writes them."""
-    import peft
-
-    model = load_model(find_model(folder, load_format="dummy"), dtype="float32", device="cpu")
-    names = ["sql", "poems", "code"]
-    for seed, name in enumerate(names):
-        config = peft.LoraConfig(r=4 + 6 * seed, target_modules="all-linear", init_lora_weights=False)
-        tuned = peft.get_peft_model(model, config)
-        torch.manual_seed(seed)
-        for key, weight in tuned.named_parameters():
-            if "lora_" in key:
-                torch.nn.init.normal_(weight, std=0.15)
-        tuned.save_pretrained(f"{folder}/{name}")
-        model = tuned.unload()
-    return names
 
 
 # ---- figures
@@ -452,7 +424,7 @@ def figure_transfers() -> None:
         host.close()
 
 
-CHECKS = (check_kernels, check_patched_models, check_adapters, check_served_adapters)
+CHECKS = (check_patched_models, check_adapters, check_served_adapters)
 FIGURES = (figure_layers, figure_memory, figure_sampling, figure_transfers)
 
 

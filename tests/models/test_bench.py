@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import signal
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sapwood.bench.cache import Found, _must_be
+from sapwood.bench.calibrate import Meter
+from sapwood.bench.predict import Predicted
 from sapwood.bench.run import Prompts, opened, run
 from sapwood.cli import main
 from sapwood.engine.flags import EngineConfig
@@ -18,6 +23,8 @@ from sapwood.sim import MeasuredCost
 from .zoo import config_of
 
 SMALL = "--load-format dummy --device-cache 8MiB --max-num-seqs 8 --page-size 4 --max-model-len 300 --no-progress"
+
+ONE = MeasuredCost(((1, 1.0), (1 << 20, 1.0)), ((1, 1.0), (1 << 20, 1.0)), 0.0, 0.0, 0.0, 0.0)  # a second a step
 
 
 @pytest.fixture
@@ -183,6 +190,43 @@ def test_calibration_predicts_a_workload(folder):
     assert cost.kv_bytes == 3 * 2 * 2 * 16 * 4, "layers, K and V, heads, numbers of a head, bytes"
     assert 1 / 3 < read["predicted"] / read["took"] < 3
     assert "decode, 8 rows of 1, context 32" in read["figures"]
+
+
+def test_steps_are_measured_at_the_sizes_they_are_filled_up_to(folder):
+    """Where steps are graphs: each of their sizes, one just beyond, and the largest step; what is between takes as long
+    as the next one.
+
+    Mutation: `_sizes` leaves out the one beyond; `Meter.cost` keeps rows as they were measured.
+    """
+    with opened(replace(config_for(folder), max_num_seqs=6, max_num_batched_tokens=128)) as engine:
+        engine.executor.graphs = SimpleNamespace(sizes=[4, 8, 16])
+        meter = Meter(engine, 128)
+        assert [size.tokens for size in meter.prefills] == [4, 8, 16, 18, 72, 128]
+        assert [size.rows for size in meter.decodes] == [4, 6]
+        meter.round()
+        cost = meter.cost()
+        assert cost.padded == (4, 8, 16) and [n for n, _ in cost.rows] == [4, 8]
+        five, eight = (cost.seconds(np.zeros(n), np.ones(n)) for n in (5, 8))
+        assert five == eight
+
+
+def test_the_simulator_plans_ahead_like_the_engine(folder):
+    """As many steps as the engine itself takes, with one step ahead and a smaller budget beside those who stream.
+
+    Mutation: `Predicted` gives its loop an executor in one piece; forgets what it has computed.
+    """
+    for overlap, mixed in ((0, 0), (1, 0), (1, 24)):
+        flags = {"overlap": overlap, "max_mixed_tokens": mixed, "max_num_batched_tokens": 64}
+        with opened(replace(config_for(folder), **flags)) as engine:
+            prompts = Prompts(engine, 0).some(5, 40)
+            run(engine, prompts, [9, 3, 1, 20, 5])
+            simulated = Predicted(ONE, engine.scheduler.config)
+            answers = simulated.run(prompts, [9, 3, 1, 20, 5])
+            assert [len(answer) for answer in answers] == [9, 3, 1, 20, 5]
+            assert simulated.seconds == pytest.approx(engine.scheduler.stats()["steps"], abs=0.5)
+            run(engine, prompts, [2] * 5)
+            simulated.run(prompts, [2] * 5)
+            assert simulated.seconds == pytest.approx(engine.scheduler.stats()["steps"], abs=0.5)
 
 
 @pytest.mark.long

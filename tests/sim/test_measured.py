@@ -50,6 +50,17 @@ def test_rows_of_one_token_cost_more_beside_a_chunk_too():
     assert seconds((0, 6), *[(9, 1)] * 4, cost=plain) == pytest.approx(5.0 + 3.0 - 2.0)
 
 
+def test_a_step_takes_as_long_as_what_it_is_filled_up_to():
+    """Prompts, decode rows, and both in one step; beyond the largest of these sizes, steps are what they are.
+
+    Mutation: `_filled` takes the size below; what decode rows cost besides is not filled up.
+    """
+    plain = replace(COST, key=0, pair=0, own=0, padded=(4, 8))
+    assert [seconds((0, n), cost=plain) for n in (2, 4, 5, 8, 9)] == [2.0, 2.0, 4.0, 4.0, 4.5]
+    assert seconds(*[(50, 1)] * 2, cost=plain) == pytest.approx(3.0)
+    assert seconds((0, 3), *[(9, 1)] * 3, cost=plain) == pytest.approx(4.0 + 3.0 - 2.0)
+
+
 def test_it_is_read_from_a_file_or_refused(tmp_path):
     """What a bench has written, and nothing else.
 
@@ -58,10 +69,18 @@ def test_it_is_read_from_a_file_or_refused(tmp_path):
     file = tmp_path / "cost.json"
     file.write_text(json.dumps({"bench": "calibrate", "cost": asdict(COST)}))
     assert MeasuredCost.load(file) == COST
+    file.write_text(json.dumps({"cost": asdict(replace(COST, padded=(4, 8)))}))
+    assert MeasuredCost.load(file).padded == (4, 8)
     for wrong in ({}, {"cost": {}}, {"cost": {**asdict(COST), "rows": [[4, 1.0], [1, 2.0]]}}, [1]):
         file.write_text(json.dumps(wrong))
         with pytest.raises(ValueError, match="must be what `sapwood bench calibrate` has written"):
             MeasuredCost.load(file)
-    for field, value in (("tokens", ()), ("rows", ((0, 1.0),)), ("key", -1.0), ("pair", float("nan"))):
+    for field, value in (
+        ("tokens", ()),
+        ("rows", ((0, 1.0),)),
+        ("key", -1.0),
+        ("pair", float("nan")),
+        ("padded", (8, 4)),
+    ):
         with pytest.raises(ValueError, match=field):
             replace(COST, **{field: value})

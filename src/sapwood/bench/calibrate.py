@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from sapwood.engine.flags import EngineConfig
-from sapwood.scheduler import RequestSpec, Scheduler, SchedulerConfig
-from sapwood.sim import MeasuredCost, SimulatedExecutor
+from sapwood.sim import MeasuredCost
 
 from .arguments import number
+from .predict import predicted
 from .run import Prompts, opened, progress, run
 from .tables import Report
 
@@ -35,6 +35,7 @@ _FORMS = {"step": "{:,.2f} ms", "tokens/s": "{:,.1f}"}
 _SHORT = 32  # tokens of a context that hardly counts
 _STEPS = 8  # of a decode that is measured
 _PARTS = 16  # rows that the longest prefill is divided into
+_FEW, _MANY = 8, 64  # rows with long contexts: on a CPU, and on a GPU, where few do not show what reading costs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,15 +94,18 @@ class Meter:
                 f"max_model_len and device_cache must hold contexts of {2 * _SHORT} tokens several times, and steps "
                 f"two tokens; the context is {engine.max_model_len}, and the cache holds {room}"
             )
-        self.prefills = [Size("prefill", 1, n, 0) for n in _counts(2, most_tokens, 4)]
-        self.decodes = [Size("decode", n, 1, _SHORT) for n in _counts(1, most_rows, 2)]
+        gpu, graphs = engine.device.type == "cuda", getattr(engine.executor, "graphs", None)
+        self.padded: tuple[int, ...] = () if graphs is None else tuple(graphs.sizes)
+        self.prefills = [Size("prefill", 1, n, 0) for n in _sizes(2, most_tokens, 2 if gpu else 4, self.padded)]
+        self.decodes = [Size("decode", n, 1, _SHORT) for n in _sizes(1, most_rows, 2, self.padded)]
         # What attention reads shows in the difference to one of those above.
         whole = self.prefills[-1]
         parts = min(_PARTS, most_rows, max(1, whole.tokens // 2))
         self.apart = Size("prefill", parts, whole.tokens // parts, 0)
-        self.near = self.prefills[len(self.prefills) // 2]
+        self.near = self.apart if gpu else self.prefills[len(self.prefills) // 2]
         self.behind = self.near._replace(context=context)
-        self.few = max(size for size in self.decodes if size.rows == 1 or size.rows <= min(8, room // (2 * context)))
+        rows = min(_MANY if gpu else _FEW, room // (2 * context))
+        self.few = max(size for size in self.decodes if size.rows == self.decodes[0].rows or size.rows <= rows)
         self.long = self.few._replace(context=context)
         self.taken: dict[Size, list[float]] = {}
         self._prompts = Prompts(engine, engine.config.seed)
@@ -122,18 +126,27 @@ class Meter:
         whole, apart = self.prefills[-1], self.apart
         fewer = (whole.tokens**2 - apart.rows * apart.tokens**2) / 2  # pairs
         own = max(0.0, (seconds[whole] - seconds[apart]) / fewer) if apart.rows > 1 else 0.0
-        pair = max(0.0, (seconds[self.behind] - seconds[self.near]) / (self.near.tokens * self.behind.context))
+        tokens = self.near.rows * self.near.tokens
+        pair = max(0.0, (seconds[self.behind] - seconds[self.near]) / (tokens * self.behind.context))
         more = self.few.rows * (self.long.context - _SHORT)
         key = max(0.0, (seconds[self.long] - seconds[self.few]) / more)
+        read = _SHORT + _STEPS / 2
+        prefills = {self._filled(size.tokens): seconds[size] - own * size.tokens**2 / 2 for size in self.prefills}
+        decodes = {self._filled(size.rows): seconds[size] - key * size.rows * read for size in self.decodes}
         page, groups = self.engine.config.page_size, self.engine.sized.groups
         return MeasuredCost(
-            _rising({size.tokens: seconds[size] - own * size.tokens**2 / 2 for size in self.prefills}),
-            _rising({size.rows: seconds[size] - key * size.rows * (_SHORT + _STEPS / 2) for size in self.decodes}),
+            _rising(prefills),
+            _rising(decodes),
             key,
             pair,
             own,
             sum(group.page_bytes for group in groups if group.family == "full") / page,
+            self.padded,
         )
+
+    def _filled(self, n: int) -> int:
+        """The tokens that a step of `n` has with its padding."""
+        return next((size for size in self.padded if n <= size), n)
 
     def figures(self) -> dict[str, dict[str, float]]:
         """A row for each size."""
@@ -175,26 +188,16 @@ def workload(requests: int, longest: int) -> tuple[list[int], list[int]]:
     return inputs.tolist(), outputs.tolist()
 
 
-def predicted(cost: MeasuredCost, config: SchedulerConfig, inputs: Sequence[int], outputs: Sequence[int]) -> float:
-    """Seconds that requests of these sizes take by the simulator, under the same scheduler."""
-    scheduler, executor = Scheduler(config), SimulatedExecutor(cost)
-    prompts = np.random.default_rng(0)
-    scheduler.submit(
-        [
-            RequestSpec(str(at), prompts.integers(0, 1 << 30, length, np.int32), output)
-            for at, (length, output) in enumerate(zip(inputs, outputs, strict=True))
-        ]
-    )
-    while not (plan := scheduler.next_plan()).empty:
-        scheduler.advance(executor.execute(plan))
-    return executor.seconds
-
-
-def _counts(low: int, high: int, factor: int) -> list[int]:
-    counts = [low]
-    while counts[-1] * factor < high:
-        counts.append(counts[-1] * factor)
-    return counts if high <= low else [*counts, high]
+def _sizes(low: int, high: int, factor: int, padded: Sequence[int]) -> list[int]:
+    """Numbers from `low` to `high`: those that steps are filled up to, and one just beyond them, where steps of another
+    kind begin; elsewhere each `factor` times the one before."""
+    sizes = [size for size in padded if low <= size <= high]
+    if sizes and sizes[-1] == padded[-1] and padded[-1] * 9 // 8 < high:
+        sizes.append(padded[-1] * 9 // 8)
+    sizes = sizes or [low]
+    while sizes[-1] * factor < high:
+        sizes.append(sizes[-1] * factor)
+    return sizes if high <= sizes[-1] else [*sizes, high]
 
 
 def _rising(seconds: dict[int, float]) -> tuple[tuple[int, float], ...]:

@@ -18,11 +18,13 @@ class MeasuredCost:
     """A machine and a model, by what steps have taken.
 
     tokens    seconds of a step with so many tokens in one row, without what its attention reads
-    rows      seconds of a step with so many rows of one token, without what their attention reads
+    rows      seconds of a step with so many rows of one token, without what their attention reads; one behind the other
     key       seconds for each token that a row of one token reads
     pair      seconds for each token before a longer row that each token of the row reads
     own       seconds for each token of a longer row that each later one of the row reads
     kv_bytes  of a token
+    padded    numbers of tokens that steps are filled up to, rising: one of fewer takes as long as one of the next of
+              these. Larger steps than the last are as large as they are
     """
 
     tokens: Curve
@@ -31,6 +33,7 @@ class MeasuredCost:
     pair: float
     own: float
     kv_bytes: float
+    padded: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("tokens", "rows"):
@@ -40,6 +43,8 @@ class MeasuredCost:
         for name in ("key", "pair", "own", "kv_bytes"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)!r}")
+        if list(self.padded) != sorted(self.padded) or any(n < 1 for n in self.padded):
+            raise ValueError(f"padded must be numbers of tokens, rising, got {self.padded!r:.60}")
 
     @classmethod
     def load(cls, path: str | Path) -> MeasuredCost:
@@ -49,6 +54,7 @@ class MeasuredCost:
             read: dict[str, Any] = {name: float(cost[name]) for name in ("key", "pair", "own", "kv_bytes")}
             for name in ("tokens", "rows"):
                 read[name] = tuple((int(n), float(seconds)) for n, seconds in cost[name])
+            read["padded"] = tuple(int(n) for n in cost.get("padded", ()))
             return cls(**read)
         except (OSError, ValueError, KeyError, TypeError) as problem:
             raise ValueError(f"{path} must be what `sapwood bench calibrate` has written ({problem})") from None
@@ -61,10 +67,15 @@ class MeasuredCost:
             return 0.0
         single = lengths == 1
         rows = int(np.count_nonzero(single))
-        taken = _at(self.tokens, tokens) + (_at(self.rows, rows) - _at(self.tokens, rows) if rows else 0.0)
+        taken = self._filled(self.tokens, tokens)
+        if rows:
+            taken += self._filled(self.rows, rows) - self._filled(self.tokens, rows)
         begins, chunks = starts[~single].astype(np.float64), lengths[~single].astype(np.float64)
         taken += self.key * float(starts[single].sum(dtype=np.int64))
         return taken + self.pair * float(begins @ chunks) + self.own * float(chunks @ chunks) / 2
+
+    def _filled(self, curve: Curve, n: int) -> float:
+        return _at(curve, next((size for size in self.padded if n <= size), n))
 
 
 def _at(curve: Curve, n: int) -> float:
