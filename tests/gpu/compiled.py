@@ -22,7 +22,8 @@ from sapwood import LLM, SamplingParams
 from sapwood.engine.compiled import counters
 
 from ..models.gpu import wide
-from .bench import decode, offline, say
+from .figures import decode, offline
+from .kit import say
 from .shapes import QWEN3_8B, opened
 
 NAMES = ("gpt-oss", "qwen3-next", "bamba", "deepseek-v3")
@@ -47,8 +48,8 @@ def speed() -> None:
         with opened(QWEN3_8B, max_model_len=16384, max_num_seqs=64, compile=compile) as llm:
             say(f"{'compiled' if compile else 'patched'}: started in {time.perf_counter() - begin:.1f} s")
             started = made()
-            for line in (*offline(llm), *decode(llm)):
-                say(f"    {line.work}: {line.ours} (bar {line.bar})")
+            for line in (*offline(llm, {}), *decode(llm)):
+                say("    " + " | ".join(line.cells))
             must(made() == started, f"{made() - started} pieces were compiled while serving")
             must((started > before) == compile, f"compile={compile}, and {started - before} pieces were compiled")
 

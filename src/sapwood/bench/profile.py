@@ -114,7 +114,6 @@ class Meter:
         self._submitted: list[Sample] = []
         self._seen: list[Size] = []
         most, ahead = engine.sized.max_num_seqs, 1 + engine.scheduler.config.overlap
-        self._answer = 2 * _WARM + asked.num_iters + _TRACED  # tokens, one a step
         rows = asked.batch_size or min(most, _ROWS if self._cuda else _ROWS_CPU)
         # A prompt of the last step may still have its slot.
         self._decodes = {"decode": rows, "mixed": min(rows, most - ahead), "prefill": 0}
@@ -126,6 +125,8 @@ class Meter:
                 f"--batch-size with --tail-len must fit into a mixed step, which has {limit} tokens "
                 f"(--max-mixed-tokens), got {rows} and {asked.tail_len}"
             )
+        begun = rows + -(-rows * asked.input_len // (limit - rows))  # steps in which some decode and others do not yet
+        self._answer = begun + 2 * _WARM + asked.num_iters + _TRACED  # tokens, one a step
         if asked.input_len + max(self._answer, asked.tail_len + 1) > engine.max_model_len:
             raise ValueError(
                 f"--input-len with {self._answer} generated tokens, or with --tail-len, must fit into the context, "
