@@ -4,7 +4,6 @@ page."""
 
 from __future__ import annotations
 
-import os
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -15,16 +14,10 @@ import torch
 from sapwood.engine.attention import Asked, PlainAttention, rows_of
 from sapwood.engine.work_list import LEAST_KEYS, Tiles, work_list
 
-CARD = torch.cuda.is_available()
-if not CARD:
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-    pytest.importorskip("triton", reason="no GPU and no Triton, whose interpreter would stand in for one")
-    if tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4):
-        pytest.skip("Triton's interpreter needs numpy before 2.4", allow_module_level=True)
-from sapwood.engine import triton_attention as kernels  # noqa: E402
+from .triton_kit import CARD, DEVICE, QUIET
+from .triton_kit import triton_attention as kernels
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # of the interpreter
-DEVICE = "cuda" if CARD else "cpu"
+pytestmark = QUIET
 PAGE = 16
 
 

@@ -3,7 +3,6 @@ else under Triton's interpreter. Everything that nobody may read is NaN."""
 
 from __future__ import annotations
 
-import os
 import random
 from typing import Any
 
@@ -15,16 +14,9 @@ from torch.nn.functional import gelu, silu
 from sapwood.engine.params import SamplingParams
 from sapwood.engine.sampling import Sampler
 
-CARD = torch.cuda.is_available()
-if not CARD:
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-    pytest.importorskip("triton", reason="no GPU and no Triton, whose interpreter would stand in for one")
-    if tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4):
-        pytest.skip("Triton's interpreter needs numpy before 2.4", allow_module_level=True)
-from sapwood.engine import triton_elementwise, triton_lora, triton_sampling  # noqa: E402
+from .triton_kit import CARD, DEVICE, QUIET, triton_elementwise, triton_lora, triton_sampling
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # of the interpreter
-DEVICE = "cuda" if CARD else "cpu"
+pytestmark = QUIET
 VOCABULARY = 151_936 if CARD else 300
 KINDS = [torch.float32, torch.bfloat16]
 PRODUCTS = [torch.float32, torch.bfloat16 if CARD else torch.float16]  # the interpreter's products know no bfloat16

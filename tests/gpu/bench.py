@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import importlib.util
 import logging
 import os
-import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -94,11 +95,17 @@ def uncached(with_cache: float | None) -> Iterator[Line]:
 
 
 def start() -> Iterator[Line]:
-    """Starts with cold caches and with warm ones are measured by a command of their own."""
-    if importlib.util.find_spec("tests.gpu.start") is not None:
-        ran = subprocess.run([sys.executable, "-m", "tests.gpu.start"], capture_output=True, text=True, timeout=120)
-        say(f"{ran.stdout.strip()}\n{ran.stderr.strip()[-2000:] if ran.returncode else ''}")
-    yield from ()
+    """Starts in processes of their own, with Triton's cache empty and with it filled."""
+    if importlib.util.find_spec("tests.gpu.start") is None:
+        return
+    started = importlib.import_module("tests.gpu.start").started
+    with tempfile.TemporaryDirectory() as cache:
+        for kind, bar in (("cold", 15), ("warm", 6)):
+            found = started(cache)
+            parts = ", ".join(f"{name} {spent:.1f}" for name, spent in found.items())
+            yield Line(f"ready after imports and weights, {kind} caches", bar, found["ready"], "{:.1f} s", more=parts)
+    yield Line("graphs captured, kernels compiled", 3, found["graphs"], "{:.1f} s")
+    yield Line("memory of graphs", 500, found["MiB of graphs"] * 2**20 / 1e6, "{:.0f} MB")
 
 
 def main(names: list[str]) -> None:

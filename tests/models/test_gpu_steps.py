@@ -18,6 +18,7 @@ if tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4):
 from sapwood.engine import core
 from sapwood.engine.gpu_steps import GpuExecutor
 from sapwood.engine.llm import LLM
+from sapwood.engine.packing import Sizes
 from sapwood.engine.params import SamplingParams
 
 from .zoo import build, prompt, torch
@@ -77,3 +78,17 @@ def test_the_same_as_the_other_executor(name, tmp_path, monkeypatch):
     if name == "qwen3":
         for each in (answers(tmp_path, 0), answers(tmp_path, 1, fails=True)):
             assert [tokens for tokens, *_ in each] == [tokens for tokens, *_ in right]
+
+
+def test_there_is_a_size_for_every_step():
+    """Whatever the numbers of slots and tokens: a step that fits a padded size finds it, of single tokens or not.
+
+    Mutation: `Sizes` takes no bucket for none where there are more slots than the largest has tokens.
+    """
+    for slots, most in ((4, 24), (64, 8192), (600, 8192), (300, 256)):
+        sizes = Sizes({}, {}, slots, most, torch.device("cpu"))
+        for tokens in range(1, min(most, 512) + 1, 7):
+            bucket = sizes.bucket(tokens)
+            assert bucket is not None and sizes.known[bucket, False].tokens >= tokens
+            assert tokens > slots or sizes.known[bucket, True].runs >= tokens
+        assert sizes.bucket(513) is None

@@ -67,7 +67,7 @@ class Sizes:
             (tokens, single): self.size(tokens, min(tokens, slots, most_tokens), single)
             for tokens in self.padded
             for single in (False, True)
-            if not single or tokens <= (self.bucket(slots) or 0)
+            if not single or tokens <= (self.bucket(slots) or self.padded[-1])
         }
 
     def bucket(self, tokens: int) -> int | None:
