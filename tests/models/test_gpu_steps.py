@@ -15,11 +15,13 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4):
     pytest.skip("Triton's interpreter needs numpy before 2.4", allow_module_level=True)
 
-from sapwood.engine import core
+from sapwood.engine import core, gpu_steps, packing
 from sapwood.engine.gpu_steps import GpuExecutor
+from sapwood.engine.graphs import Graphs
 from sapwood.engine.llm import LLM
 from sapwood.engine.packing import Sizes
 from sapwood.engine.params import SamplingParams
+from sapwood.engine.pieces import pieces
 
 from .zoo import build, prompt, torch
 
@@ -69,15 +71,24 @@ def same(one: list[Any], other: list[Any]) -> bool:
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt-oss", "bamba", "qwen3-next", "deepseek-v3"])
 def test_the_same_as_the_other_executor(name, tmp_path, monkeypatch):
-    """Mutation: `Packer.send` forgets `write_from`, the changes of tables, or what -1 stands for."""
+    """Also where a step is computed by two graphs, one after the other.
+
+    Mutation: `Packer.send` forgets `write_from`, the changes of tables, or what -1 stands for; `GpuExecutor._run` sends
+    the changes with every piece, or keeps logits that the next graph writes over.
+    """
     build(name, torch.float32).save_pretrained(tmp_path)
     right = answers(tmp_path, 1)
     assert len({tuple(tokens) for tokens, *_ in right}) > 2 and len(right[3][3]) == len(PROMPTS[3])
     monkeypatch.setattr(core, "has_kernels", lambda device, dtype: True)
     assert same(answers(tmp_path, 1), right)
     if name == "qwen3":
-        for each in (answers(tmp_path, 0), answers(tmp_path, 1, fails=True)):
-            assert [tokens for tokens, *_ in each] == [tokens for tokens, *_ in right]
+        assert [tokens for tokens, *_ in answers(tmp_path, 1, fails=True)] == [tokens for tokens, *_ in right]
+        steps: list[int] = []
+        monkeypatch.setattr(packing, "BUCKETS", (8, 16))
+        monkeypatch.setattr(Graphs, "captured", True)
+        monkeypatch.setattr(gpu_steps, "pieces", lambda *given: steps.append(len(found := pieces(*given))) or found)
+        assert [tokens for tokens, *_ in answers(tmp_path, 0)] == [tokens for tokens, *_ in right]
+        assert {*steps} == {1, 2}
 
 
 def test_there_is_a_size_for_every_step():

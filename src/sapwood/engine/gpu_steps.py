@@ -1,7 +1,7 @@
 """The executor of a GPU: a step's numbers are sent in one copy, kernels of our own attend, and small steps are graphs.
 
     begin   plan --> packed numbers --> one copy --> [tables, tokens | the model, attention over pages | likeliest]
-                                                      a graph for up to 512 tokens, padded to one of some sizes
+                                                      graphs of up to 512 tokens, padded to one of some sizes
                      --> other sampling, where it is asked for --> copy to host, and an event
     finish  wait for the event
 
@@ -150,26 +150,28 @@ class GpuExecutor(ModelExecutor):
         batch = plan.batch
         scored = self.hooks.scored(plan)
         rows = batch.samples.nonzero()[0].tolist()
-        plain = self.hooks.plain(plan, rows)
-        self._copy(plan.copies, "before")
-        parts = pieces(batch, min(self.most, self._sizes.largest))
-        bucket = self._sizes.bucket(parts[0].last) if len(parts) == 1 and not scored and self._one_size(plan) else None
+        can_pad = not scored and self._one_size(plan)
+        parts = pieces(batch, self._most_tokens(int(batch.lengths.sum()), can_pad))
+        buckets = [self._sizes.bucket(piece.last - piece.first) if can_pad else None for piece in parts]
+        plain = len(parts) == 1 and buckets[0] is not None and self.hooks.plain(plan, rows)
         scores: list[Scores] = []
-        if bucket is not None:
-            key = bucket, int(batch.lengths.max()) == 1
-            size, adapters = self._sizes.known[key], self.hooks.adapter_slots(plan)
-            wanted, _ = self._wanted(plan, parts[0], scored)
-            self._packer.send(plan, parts[0], size, wanted, plain=plain, adapters=adapters)
-            if adapters is None:
-                with self.hooks.adapted(plan, slice(0, parts[0].last)):
-                    logits = self.graphs.run(key, partial(self._compute, size))
+        found = []
+        self._copy(plan.copies, "before")
+        for at, (piece, bucket) in enumerate(zip(parts, buckets, strict=True)):
+            if bucket is not None:
+                logits = self._padded(plan, piece, bucket, plain, at == 0)[: len(piece.samples)]
+                found.append(logits if len(parts) == 1 else logits.clone())  # the next graph writes there
             else:
-                logits = self.adapted_graphs.run(key, partial(self._compute_adapted, size))
-        else:
-            logits = self._in_pieces(plan, parts, scored, scores)
+                found.append(self._as_it_is(plan, piece, scored, scores, at == 0))
         self._copy(plan.copies, "after")
-        drawn = self._drawn(plan, rows, logits, plain and bucket is not None)
+        drawn = self._drawn(plan, rows, torch.cat(found) if len(found) > 1 else found[0], plain)
         return self._read_back(Running(plan, rows, drawn, scores))
+
+    def _most_tokens(self, tokens: int, can_pad: bool) -> int:
+        """Of a piece. A step a little too large for a graph is computed by two of them: without, the host takes longer
+        to issue it than the device to compute both."""
+        most, graph = min(self.most, self._sizes.largest), self._sizes.padded[-1]
+        return min(most, graph) if can_pad and self.graphs.captured and tokens <= 2 * graph else most
 
     def _one_size(self, plan: Plan) -> bool:
         """Whether a plan can be computed in a padded size. Not so with adapters that kernels cannot apply, or with
@@ -179,25 +181,38 @@ class GpuExecutor(ModelExecutor):
                 return False
         return self._state is None or self._ragged or int(plan.batch.lengths.max()) == 1
 
-    def _in_pieces(self, plan: Plan, parts: Sequence[Piece], scored: Mapping[int, Any], scores: list[Scores]) -> Tensor:
-        """The logits of the rows that sample, of a plan in sizes as they come."""
-        found = []
-        for at, piece in enumerate(parts):
-            wanted, which = self._wanted(plan, piece, scored)
-            size = self._sizes.size(piece.last - piece.first, max(1, len(wanted)))
-            self._packer.send(plan, piece, size, wanted, changes=at == 0)
-            apart = None
-            if self._state is not None and not self._ragged:
-                table = plan.tables[self._state][plan.batch.slots[piece.rows], 0]
-                apart = self._states(np.cumsum(piece.lengths) - piece.lengths, piece.lengths, table)
-            with self.hooks.adapted(plan, slice(piece.first, piece.last)):
-                logits = self._forward(size, apart)
-            found.append(logits[: len(piece.samples)])
-            rest = logits[len(piece.samples) :]
-            for row, first, tokens in which:
-                scores += self._score(row, first, tokens, rest[: len(tokens)])
-                rest = rest[len(tokens) :]
-        return torch.cat(found) if len(found) > 1 else found[0]
+    def _padded(self, plan: Plan, piece: Piece, bucket: int, plain: bool, changes: bool) -> Tensor:
+        """The logits of a piece in a padded size: from a graph, where there is one."""
+        key = bucket, int(piece.lengths.max()) == 1
+        size, adapters, tokens = self._sizes.known[key], self.hooks.adapter_slots(plan), slice(piece.first, piece.last)
+        if adapters is not None:
+            adapters = adapters[tokens]
+        wanted, _ = self._wanted(plan, piece, {})
+        self._packer.send(plan, piece, size, wanted, plain=plain, changes=changes, adapters=adapters)
+        if adapters is not None:
+            return self.adapted_graphs.run(key, partial(self._compute_adapted, size))
+        with self.hooks.adapted(plan, tokens):
+            return self.graphs.run(key, partial(self._compute, size))
+
+    def _as_it_is(
+        self, plan: Plan, piece: Piece, scored: Mapping[int, Any], scores: list[Scores], changes: bool
+    ) -> Tensor:
+        """The logits of the rows of a piece that sample, computed in the size that it has. `scores` learns those of
+        prompts."""
+        wanted, which = self._wanted(plan, piece, scored)
+        size = self._sizes.size(piece.last - piece.first, max(1, len(wanted)))
+        self._packer.send(plan, piece, size, wanted, changes=changes)
+        apart = None
+        if self._state is not None and not self._ragged:
+            table = plan.tables[self._state][plan.batch.slots[piece.rows], 0]
+            apart = self._states(np.cumsum(piece.lengths) - piece.lengths, piece.lengths, table)
+        with self.hooks.adapted(plan, slice(piece.first, piece.last)):
+            logits = self._forward(size, apart)
+        rest = logits[len(piece.samples) :]
+        for row, first, tokens in which:
+            scores += self._score(row, first, tokens, rest[: len(tokens)])
+            rest = rest[len(tokens) :]
+        return logits[: len(piece.samples)]
 
     def _drawn(self, plan: Plan, rows: list[int], logits: Tensor, plain: bool) -> Sampled:
         """The tokens of a plan's rows; `plain`: the likeliest have been taken already. They are in `_out` too."""

@@ -84,6 +84,10 @@ class Graphs:
         return graph, _alias(logits)
 
     @property
+    def captured(self) -> bool:
+        return bool(self._graphs) and self.enabled
+
+    @property
     def sizes(self) -> list[int]:
         return sorted({tokens for tokens, _ in self._graphs})
 
