@@ -27,7 +27,8 @@ def foretold(llm: LLM, totals: dict[str, float]) -> Iterator[Line]:
     cost, config = meter.cost(), llm.engine.scheduler.config
     for size, figures in meter.figures().items():
         say(f"    {size}: {figures['step']:.2f} ms")
-    say(f"    a key {1e9 * cost.key:.3f} ns, a pair {1e9 * cost.pair:.4f} ns, of its own {1e9 * cost.own:.4f} ns")
+    told = {"a key": cost.key, "read again": cost.again or 0.0, "a pair": cost.pair, "of its own": cost.own}
+    say("    " + ", ".join(f"{name} {1e9 * each:.3f} ns" for name, each in told.items()))
     guesses = {
         "64": lambda: predicted(cost, config, [512] * 64, [128] * 64),
         "256": lambda: predicted(cost, config, [512] * 256, [128] * 256),

@@ -93,6 +93,27 @@ def test_it_counts_what_it_was_given() -> None:
     assert executor.seconds == pytest.approx(sum(MODEL.seconds(*step) for step in steps))
 
 
+def test_a_cost_model_is_told_what_rows_share() -> None:
+    """Of the whole pages that decode rows read: three rows behind one prompt read it three times, and it is there once.
+
+    Mutation: `_shared` counts pages beyond what a row has; rows of several tokens count.
+    """
+    told: list[float] = []
+
+    class Told(CostModel):
+        def seconds(self, starts: np.ndarray, lengths: np.ndarray, shared: float = 0.0) -> float:
+            told.append(shared)
+            return 1.0
+
+    it, executor = scheduler(), SimulatedExecutor(Told(), page_size=16)
+    it.submit([spec("first", range(64), 1)])
+    run(it, executor)
+    assert told == [0.0]
+    it.submit([spec(f"r{n}", [*range(64), *[500 + n] * 20], 3) for n in range(3)])
+    run(it, executor)
+    assert told[1:] == [0.0, pytest.approx(1 - (4 + 3) / 15), pytest.approx(1 - (4 + 3) / 15)]
+
+
 def test_nothing_to_do_takes_no_time() -> None:
     executor = SimulatedExecutor()
     assert executor.execute(scheduler().next_plan()) == []

@@ -41,6 +41,20 @@ def test_attention_costs_what_rows_read():
     assert seconds((0, 5), (100, 5)) == pytest.approx(5.0 + 0.0001 * 500 + 0.01 * 25)
 
 
+def test_what_is_read_again_costs_less():
+    """Where rows share what they read, by as much as was measured; where nothing is known of that, nothing.
+
+    Mutation: `shared` is the share that is read once.
+    """
+    known = replace(COST, again=0.0004)
+    starts, lengths = np.array([100, 100, 0]), np.array([1, 1, 2])
+    alone = COST.seconds(starts, lengths)
+    assert known.seconds(starts, lengths) == COST.seconds(starts, lengths, 0.25) == alone
+    assert known.seconds(starts, lengths, 0.25) == pytest.approx(alone - 50 * 0.0006)
+    with pytest.raises(ValueError, match="again must be 0 or more"):
+        replace(COST, again=-1.0)
+
+
 def test_rows_of_one_token_cost_more_beside_a_chunk_too():
     """A mixed step takes what its tokens take in one row, and what decode rows take besides.
 
@@ -71,6 +85,8 @@ def test_it_is_read_from_a_file_or_refused(tmp_path):
     assert MeasuredCost.load(file) == COST
     file.write_text(json.dumps({"cost": asdict(replace(COST, padded=(4, 8)))}))
     assert MeasuredCost.load(file).padded == (4, 8)
+    file.write_text(json.dumps({"cost": asdict(replace(COST, again=0.5))}))
+    assert MeasuredCost.load(file).again == 0.5
     for wrong in ({}, {"cost": {}}, {"cost": {**asdict(COST), "rows": [[4, 1.0], [1, 2.0]]}}, [1]):
         file.write_text(json.dumps(wrong))
         with pytest.raises(ValueError, match="must be what `sapwood bench calibrate` has written"):

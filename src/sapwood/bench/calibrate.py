@@ -72,10 +72,11 @@ class Size(NamedTuple):
     rows: int
     tokens: int  # of a row
     context: int
+    shared: bool = False  # the context, by all rows
 
     def __str__(self) -> str:
         rows = f"{self.rows} row{'s' * (self.rows > 1)}"
-        return f"{self.kind}, {rows} of {self.tokens}, context {self.context}"
+        return f"{self.kind}, {rows} of {self.tokens}, {'shared ' * self.shared}context {self.context}"
 
 
 class Meter:
@@ -107,6 +108,7 @@ class Meter:
         rows = min(_MANY if gpu else _FEW, room // (2 * context))
         self.few = max(size for size in self.decodes if size.rows == self.decodes[0].rows or size.rows <= rows)
         self.long = self.few._replace(context=context)
+        self.same = self.long._replace(shared=True)
         self.taken: dict[Size, list[float]] = {}
         self._prompts = Prompts(engine, engine.config.seed)
 
@@ -117,11 +119,12 @@ class Meter:
         """Every size once."""
         for size in (*self.prefills, self.apart, self.behind):
             self.taken.setdefault(size, []).append(self.prefill(size))
-        for size in (*self.decodes, self.long):
+        for size in (*self.decodes, self.long, self.same):
             self.taken.setdefault(size, []).append(self.decode(size))
 
     def cost(self) -> MeasuredCost:
         """What was measured, without what attention reads; and that."""
+        page, groups = self.engine.config.page_size, self.engine.sized.groups
         seconds = {size: median(taken) for size, taken in self.taken.items()}
         whole, apart = self.prefills[-1], self.apart
         fewer = (whole.tokens**2 - apart.rows * apart.tokens**2) / 2  # pairs
@@ -130,10 +133,11 @@ class Meter:
         pair = max(0.0, (seconds[self.behind] - seconds[self.near]) / (tokens * self.behind.context))
         more = self.few.rows * (self.long.context - _SHORT)
         key = max(0.0, (seconds[self.long] - seconds[self.few]) / more)
+        repeated = (self.few.rows - 1) * (self.long.context - page)
+        spared = max(0.0, (seconds[self.long] - seconds[self.same]) / repeated) if repeated else 0.0
         read = _SHORT + _STEPS / 2
         prefills = {self._filled(size.tokens): seconds[size] - own * size.tokens**2 / 2 for size in self.prefills}
         decodes = {self._filled(size.rows): seconds[size] - key * size.rows * read for size in self.decodes}
-        page, groups = self.engine.config.page_size, self.engine.sized.groups
         return MeasuredCost(
             _rising(prefills),
             _rising(decodes),
@@ -142,6 +146,7 @@ class Meter:
             own,
             sum(group.page_bytes for group in groups if group.family == "full") / page,
             self.padded,
+            max(0.0, key - spared),
         )
 
     def _filled(self, n: int) -> int:
@@ -170,7 +175,8 @@ class Meter:
 
     def decode(self, size: Size) -> float:
         """Seconds of a step with so many rows of one token. Their prompts are cached, so that all begin together."""
-        prompts = self._prompts.some(size.rows, size.context)
+        begin = self._prompts.one(size.context - self.engine.config.page_size if size.shared else 0)
+        prompts = [np.concatenate([begin, rest]) for rest in self._prompts.some(size.rows, size.context - len(begin))]
         run(self.engine, prompts, [1] * size.rows)
         done = run(self.engine, prompts, [_STEPS + 1] * size.rows)
         return done.requests[-1].per_token

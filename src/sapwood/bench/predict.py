@@ -35,7 +35,7 @@ class Predicted:
 
     def __init__(self, cost: MeasuredCost, config: SchedulerConfig) -> None:
         """`config`: that of the engine, which has no host memory and no store."""
-        self._executor = SimulatedExecutor(cost)
+        self._executor = SimulatedExecutor(cost, page_size=config.page_size)
         self._loop = EngineLoop(Scheduler(config), _Ahead(self._executor))
         self._numbers = itertools.count()
 

@@ -18,8 +18,9 @@ class Cost(Protocol):
     def kv_bytes(self) -> float:
         """Of a token."""
 
-    def seconds(self, starts: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> float:
-        """How long a batch takes whose rows compute [start, start + length)."""
+    def seconds(self, starts: npt.NDArray[Any], lengths: npt.NDArray[Any], shared: float = 0.0) -> float:
+        """How long a batch takes whose rows compute [start, start + length). `shared`: of what rows of one token read,
+        the share that another of them reads too, and has read first."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class CostModel:
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)!r}")
 
-    def seconds(self, starts: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> float:
-        """How long a batch takes whose rows compute [start, start + length)."""
+    def seconds(self, starts: npt.NDArray[Any], lengths: npt.NDArray[Any], shared: float = 0.0) -> float:
+        """How long a batch takes whose rows compute [start, start + length); whatever they share."""
         tokens = int(lengths.sum())
         if not tokens:
             return 0.0
@@ -60,11 +61,15 @@ class SimulatedExecutor:
     schedule.
     """
 
-    def __init__(self, model: Cost | None = None, seed: int = 0, vocabulary: int = 32_000) -> None:
+    def __init__(
+        self, model: Cost | None = None, seed: int = 0, vocabulary: int = 32_000, page_size: int | None = None
+    ) -> None:
+        """`page_size`: that of the plans, where the cost model is to be told which pages rows share."""
         if vocabulary < 1:
             raise ValueError(f"vocabulary must be 1 or more, got {vocabulary}")
         self.model: Cost = CostModel() if model is None else model
         self.vocabulary = vocabulary
+        self._page_size = page_size
         self.seconds = 0.0
         self.steps = 0
         self.prefill_tokens = 0  # in rows of two tokens or more
@@ -78,7 +83,8 @@ class SimulatedExecutor:
             return []
         batch = plan.batch
         starts, lengths = np.asarray(batch.starts), np.asarray(batch.lengths)
-        self.seconds += self.model.seconds(starts, lengths)
+        shared = (self._shared(plan, starts, lengths),) if self._page_size else ()
+        self.seconds += self.model.seconds(starts, lengths, *shared)
         self.steps += 1
         single = int(np.count_nonzero(lengths == 1))
         self.decode_tokens += single
@@ -93,6 +99,21 @@ class SimulatedExecutor:
         sampled = self._draw(last, (starts + lengths)[rows])
         self._last[slots] = sampled
         return [StepDone(plan.step, sampled)]
+
+    def _shared(self, plan: Any, starts: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> float:
+        """Of the pages that rows of one token read, the share that is there a second time."""
+        table = plan.tables.get("full")
+        single = (lengths == 1).nonzero()[0]
+        if table is None or len(single) < 2:
+            return 0.0
+        read = starts[single] // (self._page_size or 1)  # whole pages
+        pages = table[np.asarray(plan.batch.slots)[single], : max(1, int(read.max()))]
+        pages = pages[np.arange(pages.shape[1]) < read[:, None]]
+        if not len(pages):
+            return 0.0
+        seen = np.zeros(int(pages.max()) + 1, bool)
+        seen[pages] = True
+        return 1.0 - np.count_nonzero(seen) / len(pages)
 
     def _draw(self, last: npt.NDArray[Any], ends: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
         """Splitmix64 of (seed, last token, position), as a token."""

@@ -250,7 +250,8 @@ class TraceReplay:
         self.asked = asked
         self.config = config
         self.scheduler = Scheduler(config)
-        self.executor = SimulatedExecutor(model)
+        shares = getattr(model, "again", None) is not None
+        self.executor = SimulatedExecutor(model, page_size=config.page_size if shares else None)
         self.link = _Link(model.kv_bytes * config.page_size, store_pages)
         self.watch = watch
         self.next = 0  # of the requests that have not arrived
