@@ -1,5 +1,5 @@
-"""Kernels for norms, rotary positions, activations, adapters and sampling against torch: on a GPU where there is one,
-else under Triton's interpreter. Everything that nobody may read is NaN."""
+"""Kernels for norms, rotary positions, activations, adapters, sampling and small copies against torch: on a GPU where
+there is one, else under Triton's interpreter. Everything that nobody may read is NaN."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch.nn.functional import gelu, silu
 
+from sapwood.engine.link import Link
 from sapwood.engine.params import SamplingParams
 from sapwood.engine.sampling import Sampler
 
-from .triton_kit import CARD, DEVICE, QUIET, triton_elementwise, triton_lora, triton_sampling
+from .triton_kit import CARD, DEVICE, QUIET, triton_elementwise, triton_lora, triton_sampling, triton_steps
 
 pytestmark = QUIET
 VOCABULARY = 151_936 if CARD else 300
@@ -211,3 +212,31 @@ def test_rows_of_nan_are_bad_and_harm_nobody(monkeypatch):
     one, other = (each.sample(logits.clone(), np.arange(3), np.zeros(3, int)) for each in (sorting, kernel))
     assert other.bad.tolist() == [False, True, True]
     assert torch.equal(one.tokens, other.tokens)
+
+
+def test_what_is_put_and_fetched():
+    """Arrays of any kind, more than the ring has room for, while the device is busy; one that is too large, none at
+    all, and ones that are changed right after. What is fetched is the same.
+
+    Mutation: `Link._take` begins anew in a part that is still read; `put` keeps the caller's memory.
+    """
+    rng = np.random.default_rng(3)
+    link = Link(torch.device(DEVICE), triton_steps.move)
+    busy = some(2048, 2048) if CARD else None
+    put = []
+    for n in range(60):
+        if busy is not None:
+            busy = busy @ busy * 1e-3
+        size = int(rng.integers(1, 300_000 if CARD else 900)) if n % 5 else n
+        array = rng.integers(-(2**31), 2**31, size).astype([np.int64, np.int32, np.float64, np.float32][n % 4])
+        kept = array.copy()
+        put.append((kept, link.put(array[:, None] if n % 3 else array)))
+        array[:] = 0
+    large = rng.integers(0, 9, 1 << 20)
+    put.append((large, link.put(large)))
+    fetched = [link.fetch(there) for _, there in put]
+    if CARD:
+        torch.cuda.synchronize()
+    for (kept, there), here in zip(put, fetched, strict=True):
+        assert here.shape == there.shape and here.numpy().dtype == kept.dtype
+        assert (here.numpy().reshape(-1) == kept).all()

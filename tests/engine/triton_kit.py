@@ -15,8 +15,16 @@ if not CARD:
     pytest.importorskip("triton", reason="no GPU and no Triton, whose interpreter would stand in for one")
     if tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4):
         pytest.skip("Triton's interpreter needs numpy before 2.4", allow_module_level=True)
-from sapwood.engine import triton_attention, triton_elementwise, triton_lora, triton_sampling  # noqa: E402
+from sapwood.engine import (  # noqa: E402
+    triton_attention,
+    triton_elementwise,
+    triton_lora,
+    triton_sampling,
+    triton_states,
+    triton_steps,
+)
 
 __all__ = ["CARD", "DEVICE", "QUIET", "triton_attention", "triton_elementwise", "triton_lora", "triton_sampling"]
+__all__ += ["triton_states", "triton_steps"]
 DEVICE = "cuda" if CARD else "cpu"
 QUIET = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # of the interpreter

@@ -45,7 +45,7 @@ def _forget(llm: LLM, others: list[Any]) -> None:
 
 def _beside(llm: LLM, prompts: Prompts, prompt: Any, others: list[Any]) -> Line:
     """Steps of decode rows while a long prompt comes from host, against those just before."""
-    before, during, steps = [], [], 0
+    before, during, steps, longest = [], [], 0, 0.0
     for _ in range(TIMES):
         _forget(llm, others)
         with decoding(llm, prompts.some(ROWS, SHORT), greedy(ANSWER)):
@@ -53,16 +53,19 @@ def _beside(llm: LLM, prompts: Prompts, prompt: Any, others: list[Any]) -> Line:
             before.append(step_seconds(llm, 24))
             (job,) = llm._submit([prompt], greedy(1), None)
             taken = []
+            loading = False
             while not job.over:
-                begin = time.perf_counter()
+                begin, before_it = time.perf_counter(), loading
                 llm.engine.step()
-                if _loading(llm):
+                loading = _loading(llm)
+                if loading or before_it:  # also a step that the end of the load waited for, or that waited for it
                     taken.append(time.perf_counter() - begin)
+            longest = max(longest, *taken)
             loaded = job.samples[0].loaded
             assert loaded > LONG // 2 and taken, f"{loaded} tokens were loaded, beside {len(taken)} steps"
             during.append(fmean(taken))
             steps += len(taken)
-    more = f"{1e3 * median(before):.2f} ms, beside a load {1e3 * median(during):.2f} ms ({steps} steps)"
+    more = f"{1e3 * median(before):.2f} ms, beside a load {1e3 * median(during):.2f} ms ({steps} steps, the longest {1e3 * longest:.1f})"
     slower = median(late / early - 1 for early, late in zip(before, during, strict=True))
     return Line("decode at 64 slowed by a load beside it", 0.1, slower, "{:.1%}", more=more)
 

@@ -4,31 +4,24 @@ can, a chunk computes the same wherever it is cut, nobody touches another's stat
 from __future__ import annotations
 
 import logging
-import os
 import types
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-    pytest.importorskip("triton", reason="no GPU and no Triton, whose interpreter would stand in for one")
-    if tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4):
-        pytest.skip("Triton's interpreter needs numpy before 2.4", allow_module_level=True)
-
 from sapwood.cache import CacheGroup
-from sapwood.engine import triton_states
 from sapwood.engine.model import ServedModel
 from sapwood.engine.ragged import take_all_tokens
 from sapwood.engine.recurrent import Runs
 from sapwood.engine.transfer_torch import TorchArena
 
+from ..engine import triton_kit
+from ..engine.triton_kit import triton_states
 from .zoo import STATEFUL, build
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # of the interpreter
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = triton_kit.QUIET
+DEVICE = torch.device(triton_kit.DEVICE)
 
 
 def served(name: str) -> ServedModel:

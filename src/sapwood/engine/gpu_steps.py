@@ -30,12 +30,13 @@ from . import recurrent, triton_states
 from . import triton_attention as kernels
 from .attention import Asked
 from .graphs import Graphs
+from .link import Link
 from .model import ServedModel
 from .packing import Packer, Size, Sizes
 from .pieces import Piece, pieces
 from .ragged import take_all_tokens
 from .sampling import Logprobs, Sampled
-from .step_buffer import StepBuffer, pinned
+from .step_buffer import StepBuffer
 from .steps import Hooks, ModelExecutor, Running, Scores
 from .transfer_torch import TorchArena
 from .triton_steps import Begun, Known
@@ -63,7 +64,8 @@ class GpuExecutor(ModelExecutor):
         self._scratch = self._sizes.scratch(self.device)
         self._buffer = StepBuffer(self._sizes.room(tuple(self._windows)), self.device)
         self._known = Known(dict.fromkeys(self._windows, columns), slots, self.device)
-        self._packer = Packer(self._sizes, self._known, self._buffer, served.page_size, self._state)
+        self._link = Link(self.device)
+        self._packer = Packer(self._sizes, self._known, self._buffer, self._link, served.page_size, self._state)
         self._last = self._known.last
         self._out = torch.zeros((2, min(slots, most_tokens)), dtype=torch.int32, device=self.device)
         self._ready: deque[Any] = deque()  # for each plan that runs: the event after its read-back
@@ -245,16 +247,16 @@ class GpuExecutor(ModelExecutor):
         return np.concatenate(wanted), which
 
     def _put(self, numbers: npt.NDArray[Any]) -> Tensor:
-        return pinned(numbers.astype(np.int64), self.device).to(self.device, non_blocking=True)
+        return self._link.put(numbers.astype(np.int64))
 
     def _read_back(self, running: Running) -> Running:
         """Copies of everything on host, which are there once the event is."""
         plan, rows, drawn, scores = running
-        told = None if drawn.logprobs is None else Logprobs(*map(self._host, drawn.logprobs))
-        tokens, bad = self._host(self._out[:, : len(rows)])
+        told = None if drawn.logprobs is None else Logprobs(*map(self._link.fetch, drawn.logprobs))
+        tokens, bad = self._link.fetch(self._out[:, : len(rows)])
         drawn = Sampled(tokens, bad, drawn.asked, told)
         scores = [
-            Scores(row, first, self._host(tokens), Logprobs(*map(self._host, logprobs)))
+            Scores(row, first, self._link.fetch(tokens), Logprobs(*map(self._link.fetch, logprobs)))
             for row, first, tokens, logprobs in scores
         ]
         event = None
@@ -263,12 +265,6 @@ class GpuExecutor(ModelExecutor):
             event.record()
         self._ready.append(event)
         return Running(plan, rows, drawn, scores)
-
-    def _host(self, tensor: Tensor) -> Tensor:
-        if not self._cuda:
-            return tensor.clone()
-        here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return here.copy_(tensor, non_blocking=True)
 
     def finish(self, block: bool = True) -> Sequence[Event]:
         event = self._ready[0]
@@ -282,6 +278,8 @@ class GpuExecutor(ModelExecutor):
         return super().finish()
 
     def close(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize(self.device)  # what is fetched is written where somebody else may come
         self.graphs.close()
         self.adapted_graphs.close()
         super().close()

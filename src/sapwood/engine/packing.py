@@ -18,9 +18,10 @@ from sapwood.scheduler import Plan
 
 from . import triton_attention as kernels
 from .graphs import BUCKETS
+from .link import Link
 from .model import Kept
 from .pieces import Piece
-from .step_buffer import CHANGES, ListRoom, Packed, Room, StepBuffer, pinned
+from .step_buffer import CHANGES, ListRoom, Packed, Room, StepBuffer
 from .triton_steps import Known
 from .work_list import Tiles, work_list
 
@@ -127,8 +128,10 @@ def _find_lists(kept: Mapping[int, Kept], windows: Mapping[str, int | None]) -> 
 class Packer:
     """Packs and sends. `state`: the group of states, if the model has one."""
 
-    def __init__(self, sizes: Sizes, known: Known, buffer: StepBuffer, page_size: int, state: str | None) -> None:
-        self._sizes, self._known, self._buffer = sizes, known, buffer
+    def __init__(
+        self, sizes: Sizes, known: Known, buffer: StepBuffer, link: Link, page_size: int, state: str | None
+    ) -> None:
+        self._sizes, self._known, self._buffer, self._link = sizes, known, buffer, link
         self._page, self._state = page_size, state
 
     def send(
@@ -204,7 +207,7 @@ class Packer:
                 for name, there in self._known.tables.items():
                     table = np.ascontiguousarray(plan.tables[name])
                     assert table.shape == there[:-1].shape, (table.shape, there.shape)
-                    there[:-1].copy_(pinned(table, there.device), non_blocking=True)
+                    there[:-1].copy_(self._link.put(table))
                 changes = {}
             for name, (places, pages) in changes.items():
                 step.changed[0, at : at + len(places)] = places + self._known.first[name]

@@ -27,6 +27,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from .link import Link
 from .params import MOST_BAD_WORD_TOKENS, MOST_LOGPROBS, SamplingParams
 
 Ints = Sequence[int] | npt.NDArray[np.integer[Any]]
@@ -119,6 +120,7 @@ class Sampler:
         self.device = torch.device(device)
         self._source = source
         self._kernel = _kernel(self.device)
+        self._link = Link(self.device)
         self._needs = np.full(slots, _EDITS)  # slots that are not seated are found when their edits are looked for
         self._least = np.zeros(slots, np.int64)
         self._streams = np.zeros(slots, np.uint64)
@@ -126,6 +128,7 @@ class Sampler:
         self._seats: list[_Seat | None] = [None] * slots
         # Of the requests that look back. Of a token: 2 for each time it was generated, and 1 if it is in the prompt.
         self._counts = torch.zeros((0, vocabulary), dtype=torch.int32, device=self.device)
+        self._two = torch.full((), 2, dtype=torch.int32, device=self.device)
         self._rows = np.full(slots, -1, np.int64)  # the row of a slot there
         self._free: list[int] = []
         self._recent = torch.full((slots, _RECENT), _NONE, dtype=torch.int64, device=self.device)  # by index, modulo
@@ -308,7 +311,7 @@ class Sampler:
                 width = masks.shape[1]
                 bits[:width] &= masks[row, : len(bits)]
                 bits[width:] = 0
-        octets = self._put(packed.view(np.uint8).reshape(-1).astype(np.int64))
+        octets = self._put(packed).view(torch.uint8).view(-1).int()
         refused = self._octets.index_select(0, octets).view(len(which), -1)[:, : self.vocabulary]
         self._apply(logits, which, lambda x: x.add_(refused))
 
@@ -391,7 +394,7 @@ class Sampler:
         which = rows.that(_PENALTIES)
         if len(which):
             places = (self._put(self._rows[rows.slots[which]]), tokens[self._put(which)])
-            self._counts.index_put_(places, self._counts.new_tensor(2), accumulate=True)
+            self._counts.index_put_(places, self._two, accumulate=True)
 
     def _seat(self, slot: int) -> _Seat:
         seat = self._seats[slot]
@@ -404,7 +407,7 @@ class Sampler:
         return slice(None) if len(which) == rows else self._put(which)
 
     def _put(self, array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+        return self._link.put(array)
 
     def _column(self, slots: npt.NDArray[np.int64], column: int, like: Tensor) -> Tensor:
         return self._put(self._numbers[slots, column, None]).to(like.dtype)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from .link import kernel_of
 from .work_list import ITEM, MERGE
 
 Ints = npt.NDArray[np.int32]
@@ -103,6 +104,7 @@ class StepBuffer:
         self._hosts = [(whole, Packed(whole.numpy(), room)) for whole in hosts]
         self._sent: list[Any] = [None, None]
         self._turn = 0
+        self._move = kernel_of(device)
         self.device: Packed = Packed(torch.zeros(size, dtype=torch.int32, device=device), room)
 
     def packing(self) -> Packed:
@@ -115,13 +117,10 @@ class StepBuffer:
     def send(self) -> None:
         """What was packed last, behind everything issued so far."""
         whole: Tensor = self.device.whole
-        whole.copy_(self._hosts[self._turn][0], non_blocking=True)
+        if self._move is None:
+            whole.copy_(self._hosts[self._turn][0], non_blocking=True)
+        else:
+            self._move(self._hosts[self._turn][0], whole)
         if self._cuda:
             self._sent[self._turn] = torch.cuda.Event()
             self._sent[self._turn].record()
-
-
-def pinned(numbers: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """A copy that can be sent while others work."""
-    here = torch.from_numpy(numbers)
-    return here.pin_memory() if device.type == "cuda" else here.clone()

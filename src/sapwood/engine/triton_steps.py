@@ -1,5 +1,6 @@
 """What a step does before the model and after it, as Triton kernels. Needs Triton; import it late.
 
+move      a step's numbers come from the host, and what was found goes there (link.py)
 begin     page tables take their changes; tokens that only the device knows are filled in
 end       the tokens that were chosen: for whoever reads them back, and as the last ones of their slots
 """
@@ -16,7 +17,7 @@ from torch import Tensor
 from .step_buffer import CHANGES, Packed
 from .triton_launch import launch
 
-_BLOCK = 256
+_BLOCK, _WORDS = 256, 1024
 
 
 class Begun(NamedTuple):
@@ -62,6 +63,18 @@ class Known:
         n = len(tokens)
         grid = (triton.cdiv(n, _BLOCK),)
         launch(_end, grid, tokens, best, targets, self.last, out, n, out.stride(0), BLOCK=_BLOCK)
+
+
+def move(source: Tensor, target: Tensor) -> bool:
+    """Copy words, of which one or the other may be in pinned memory of the host; False if it was only compiled."""
+    n = len(source)
+    return launch(_move, (triton.cdiv(n, _WORDS),), source, target, n, BLOCK=_WORDS)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _move(source, target, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(target + at, tl.load(source + at, mask=at < n, other=0), mask=at < n)
 
 
 @triton.jit
