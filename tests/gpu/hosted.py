@@ -65,7 +65,8 @@ def _beside(llm: LLM, prompts: Prompts, prompt: Any, others: list[Any]) -> Line:
             assert loaded > LONG // 2 and taken, f"{loaded} tokens were loaded, beside {len(taken)} steps"
             during.append(fmean(taken))
             steps += len(taken)
-    more = f"{1e3 * median(before):.2f} ms, beside a load {1e3 * median(during):.2f} ms ({steps} steps, the longest {1e3 * longest:.1f})"
+    more = f"{1e3 * median(before):.2f} ms, beside a load {1e3 * median(during):.2f} ms "
+    more += f"({steps} steps, the longest {1e3 * longest:.1f})"
     slower = median(late / early - 1 for early, late in zip(before, during, strict=True))
     return Line("decode at 64 slowed by a load beside it", 0.1, slower, "{:.1%}", more=more)
 
