@@ -76,12 +76,17 @@ def test_config_and_dry_forward_must_agree():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_scan_that_begins_from_zeros_is_known_in_any_precision(dtype):
-    """Mamba 1's chunks do not go on from a state, Mamba 2's do; weights that small states hide behind bf16's rounding.
+    """Mamba 1's chunks do not go on from a state, Mamba 2's do; weights that small states hide behind bf16's rounding,
+    and weights so small that states hardly show in what comes out.
 
-    Mutation: `Mixers._chunks_go_on` asks in the model's own dtype.
+    Mutation: `Mixers._chunks_go_on` asks in the model's own dtype; it looks at what comes out alone.
     """
-    for name, loops in (("mamba", True), ("mamba2", False)):
-        served = ServedModel(build(name, getattr(torch, dtype), num_hidden_layers=1), 4)
+    for name, loops, small in (("mamba", True, 1.0), ("mamba", True, 0.02), ("mamba2", False, 1.0)):
+        model = build(name, getattr(torch, dtype), num_hidden_layers=1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(small)
+        served = ServedModel(model, 4)
         groups = [CacheGroup(g.name, g.family, 2, 0, g.window, g.layout.page_bytes) for g in served.groups]
         before = [(parameter, parameter.dtype, parameter.data_ptr()) for parameter in served.model.parameters()]
         served.bind(TorchArena.allocate(groups, {group.name: group.layout for group in served.groups}))
