@@ -193,21 +193,34 @@ def test_calibration_predicts_a_workload(folder):
 
 
 def test_steps_are_measured_at_the_sizes_they_are_filled_up_to(folder):
-    """Where steps are graphs: each of their sizes, one just beyond, and the largest step; what is between takes as long
-    as the next one.
+    """Where steps are graphs: each of their sizes, one just beyond, twice the largest and just beyond, and the largest
+    step; what is between takes as long as the next one.
 
-    Mutation: `_sizes` leaves out the one beyond; `Meter.cost` keeps rows as they were measured.
+    Mutation: `_sizes` leaves out those beyond; `Meter.cost` keeps rows as they were measured.
     """
     with opened(replace(config_for(folder), max_num_seqs=6, max_num_batched_tokens=128)) as engine:
         engine.executor.graphs = SimpleNamespace(sizes=[4, 8, 16])
         meter = Meter(engine, 128)
-        assert [size.tokens for size in meter.prefills] == [4, 8, 16, 18, 72, 128]
+        assert [size.tokens for size in meter.prefills] == [4, 8, 16, 18, 32, 36, 128]
         assert [size.rows for size in meter.decodes] == [4, 6]
         meter.round()
         cost = meter.cost()
         assert cost.padded == (4, 8, 16) and [n for n, _ in cost.rows] == [4, 8]
         five, eight = (cost.seconds(np.zeros(n), np.ones(n)) for n in (5, 8))
         assert five == eight
+
+
+def test_a_small_cache_holds_all_rows_with_their_contexts(folder):
+    """Contexts are as long as all rows of the smallest step fit with, also where steps have many rows at the least.
+
+    Mutation: `Meter` gives one row as much as it gives them all.
+    """
+    with opened(replace(config_for(folder), max_num_seqs=8, max_num_batched_tokens=128)) as engine:
+        engine.executor.graphs = SimpleNamespace(sizes=[8, 16])
+        pages = next(group.device_pages for group in engine.sized.groups)
+        meter = Meter(engine, 1 << 20)
+        assert meter.long.rows * meter.long.context <= pages * engine.config.page_size // 2
+        assert meter.same == meter.long._replace(shared=True)
 
 
 def test_the_simulator_plans_ahead_like_the_engine(folder):

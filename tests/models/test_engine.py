@@ -202,7 +202,7 @@ def test_a_step_that_memory_does_not_suffice_for_is_tried_smaller(name, tmp_path
     scores. States have gone on in some layers by then: their rows are taken back first.
 
     Mutation: `ModelExecutor._fits` tries state models again itself; `pieces` samples rows that are cut; `_fits` keeps
-    `most`.
+    `most`; `_more` is left out.
     """
     model_of(name).save_pretrained(tmp_path)
     prompts = [prompt(n, 30 + n) for n in range(3)]
@@ -227,6 +227,10 @@ def test_a_step_that_memory_does_not_suffice_for_is_tried_smaller(name, tmp_path
             with torch.no_grad():
                 right = model_of(name)(torch.tensor([tokens])).logits[0].log_softmax(-1)
             assert np.allclose(told, right[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0], atol=1e-3)
+        monkeypatch.setattr(steps.ServedModel, "logits", served)
+        monkeypatch.setattr(steps, "_FITTED", 3)
+        llm.generate(ids(prompts[0]), GREEDY, use_tqdm=False)
+        assert llm.engine.executor.most >= 64, "what took the memory is over"
     assert (name in STATEFUL) == (name == "bamba")
 
 

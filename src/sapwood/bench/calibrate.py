@@ -87,18 +87,20 @@ class Meter:
         page, longest = engine.config.page_size, engine.max_model_len - _STEPS - 2
         pages = min((group.device_pages for group in engine.sized.groups if group.family == "full"), default=1 << 20)
         room = pages * page
-        context = min(context, longest // 2, room // 4) // page * page
         most_rows = min(engine.sized.max_num_seqs, room // (_SHORT + _STEPS + page))
         most_tokens = min(engine.scheduler.config.max_batch_tokens, longest, room // 2)
+        gpu, graphs = engine.device.type == "cuda", getattr(engine.executor, "graphs", None)
+        self.padded: tuple[int, ...] = () if graphs is None else tuple(graphs.sizes)
+        decodes = _sizes(1, max(1, most_rows), 2, self.padded)
+        # All rows of the smallest step that has many have it.
+        context = min(context, longest // 2, room // (2 * max(2, decodes[0]))) // page * page
         if context < 2 * _SHORT or most_rows < 1 or most_tokens < 2:
             raise ValueError(
                 f"max_model_len and device_cache must hold contexts of {2 * _SHORT} tokens several times, and steps "
                 f"two tokens; the context is {engine.max_model_len}, and the cache holds {room}"
             )
-        gpu, graphs = engine.device.type == "cuda", getattr(engine.executor, "graphs", None)
-        self.padded: tuple[int, ...] = () if graphs is None else tuple(graphs.sizes)
         self.prefills = [Size("prefill", 1, n, 0) for n in _sizes(2, most_tokens, 2 if gpu else 4, self.padded)]
-        self.decodes = [Size("decode", n, 1, _SHORT) for n in _sizes(1, most_rows, 2, self.padded)]
+        self.decodes = [Size("decode", n, 1, _SHORT) for n in decodes]
         # What attention reads shows in the difference to one of those above.
         whole = self.prefills[-1]
         parts = min(_PARTS, most_rows, max(1, whole.tokens // 2))
@@ -195,11 +197,11 @@ def workload(requests: int, longest: int) -> tuple[list[int], list[int]]:
 
 
 def _sizes(low: int, high: int, factor: int, padded: Sequence[int]) -> list[int]:
-    """Numbers from `low` to `high`: those that steps are filled up to, and one just beyond them, where steps of another
-    kind begin; elsewhere each `factor` times the one before."""
+    """Numbers from `low` to `high`: those that steps are filled up to, and some just beyond them and beyond twice as
+    many, where steps of another kind begin; elsewhere each `factor` times the one before."""
     sizes = [size for size in padded if low <= size <= high]
-    if sizes and sizes[-1] == padded[-1] and padded[-1] * 9 // 8 < high:
-        sizes.append(padded[-1] * 9 // 8)
+    if sizes and sizes[-1] == padded[-1]:
+        sizes += [size for size in (sizes[-1] * n // 8 for n in (9, 16, 18)) if size < high]
     sizes = sizes or [low]
     while sizes[-1] * factor < high:
         sizes.append(sizes[-1] * factor)

@@ -12,8 +12,8 @@ on a CPU, which is for tests.)
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -68,7 +68,6 @@ class GpuExecutor(ModelExecutor):
         self._packer = Packer(self._sizes, self._known, self._buffer, self._link, served.page_size, self._state)
         self._last = self._known.last
         self._out = torch.zeros((2, min(slots, most_tokens)), dtype=torch.int32, device=self.device)
-        self._ready: deque[Any] = deque()  # for each plan that runs: the event after its read-back
         self.graphs, self.adapted_graphs = Graphs(self.device), Graphs(self.device)
 
     # ---- graphs
@@ -172,8 +171,10 @@ class GpuExecutor(ModelExecutor):
     def _most_tokens(self, tokens: int, can_pad: bool) -> int:
         """Of a piece. A step a little too large for a graph is computed by two of them: without, the host takes longer
         to issue it than the device to compute both."""
-        most, graph = min(self.most, self._sizes.largest), self._sizes.padded[-1]
-        return min(most, graph) if can_pad and self.graphs.captured and tokens <= 2 * graph else most
+        graph = self._sizes.padded[-1]
+        if can_pad and self.graphs.captured and tokens <= 2 * graph:
+            return graph  # whatever memory there is: theirs is there
+        return min(self.most, self._sizes.largest)
 
     def _one_size(self, plan: Plan) -> bool:
         """Whether a plan can be computed in a padded size. Not so with adapters that kernels cannot apply, or with
@@ -251,7 +252,7 @@ class GpuExecutor(ModelExecutor):
 
     def _read_back(self, running: Running) -> Running:
         """Copies of everything on host, which are there once the event is."""
-        plan, rows, drawn, scores = running
+        plan, rows, drawn, scores, _ = running
         told = None if drawn.logprobs is None else Logprobs(*map(self._link.fetch, drawn.logprobs))
         tokens, bad = self._link.fetch(self._out[:, : len(rows)])
         drawn = Sampled(tokens, bad, drawn.asked, told)
@@ -263,32 +264,31 @@ class GpuExecutor(ModelExecutor):
         if self._cuda:
             event = torch.cuda.Event()
             event.record()
-        self._ready.append(event)
-        return Running(plan, rows, drawn, scores)
+        return Running(plan, rows, drawn, scores, event)
 
     def finish(self, block: bool = True) -> Sequence[Event]:
-        event = self._ready[0]
+        event = self._running[0].ready
         if event is not None:
             if not block and not event.query():
                 return ()
             begin = time.perf_counter()
             event.synchronize()
             self.waited += time.perf_counter() - begin
-        self._ready.popleft()
         return super().finish()
 
     def close(self) -> None:
         if self._cuda:
-            torch.cuda.synchronize(self.device)  # what is fetched is written where somebody else may come
+            with contextlib.suppress(RuntimeError):  # of a device that is gone
+                torch.cuda.synchronize(self.device)  # what is fetched is written where somebody else may come
         self.graphs.close()
         self.adapted_graphs.close()
         super().close()
 
     def newest(self, slots: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         """The tokens sampled last for these slots: by the last plan that was begun before this one."""
-        plan, rows, drawn, _ = self._running[-1]
-        if self._ready[-1] is not None:
-            self._ready[-1].synchronize()
+        plan, rows, drawn, _, ready = self._running[-1]
+        if ready is not None:
+            ready.synchronize()
         tokens = np.zeros(self._slots, np.int64)
         tokens[plan.batch.slots[rows]] = drawn.tokens.numpy()
         found: npt.NDArray[np.int64] = tokens[slots]

@@ -38,15 +38,17 @@ class Link:
 
     def put(self, array: npt.NDArray[Any]) -> Tensor:
         """The same numbers on the device. The array is the caller's again at once."""
-        words = array.nbytes // 4
-        if self._move is None or array.nbytes % 4 or not 0 < words <= _WORDS:
+        if self._move is None or array.nbytes % 4 or not array.nbytes:
             return torch.from_numpy(array).to(self.device, non_blocking=True)
-        here = self._take(words)
-        here.numpy()[:] = np.ascontiguousarray(array).reshape(-1).view(np.int32)
+        words = np.ascontiguousarray(array).reshape(-1).view(np.int32)
         kind = torch.from_numpy(np.empty(0, array.dtype)).dtype
         there = torch.empty(array.shape, dtype=kind, device=self.device)
-        if not self._move(here, there.view(-1).view(torch.int32)):
-            there.zero_()  # what is looked up with it must be there
+        for first in range(0, len(words), _WORDS):
+            some = words[first : first + _WORDS]
+            here = self._take(len(some))
+            here.numpy()[:] = some
+            if not self._move(here, there.view(-1).view(torch.int32)[first : first + len(some)]):
+                there.zero_()  # what is looked up with it must be there
         return there
 
     def fetch(self, tensor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import inspect
 import logging
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -76,42 +76,46 @@ def _of_step(mixers: Mixers, function: Callable[..., Any]) -> Callable[..., Any]
     return with_runs
 
 
+_LENGTHS, _SLOTS = (1, 6, 1, 2), (3, 1, 4, 2)  # of the rows that are asked about
+
+
 @torch.no_grad()
 def _why_not(mixers: Mixers, layer: int, forward: Callable[..., Any] | None) -> str:
     """Empty if a mixer answers as before. Some rows both ways, from states that are no zeros, in float32: what comes
     out, and what is left in the slots."""
     if forward is None:
-        return "its code is not known"
+        return "its code is not known, or it has limits of its time steps"
+    mixers.ragged[layer] = forward
+    try:
+        with in_float32(mixers.layers[layer]), torch.backends.cudnn.flags(enabled=False):
+            apart_by = [off(*pair) for pair in zip(*_both_ways(mixers, layer), strict=True)]
+    except Exception as error:  # also Triton's own
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
+    finally:
+        del mixers.ragged[layer]
+    return "" if all(by < _CLOSE for by in apart_by) else f"it would be off by {max(apart_by):.1e}"
+
+
+def _both_ways(mixers: Mixers, layer: int) -> Iterator[list[Tensor]]:
+    """What a mixer answers, and the states it leaves: row by row, and over all tokens at once."""
     module = mixers.layers[layer]
-    device = next(module.parameters()).device
-    generator = torch.Generator().manual_seed(1)
+    weight, generator = next(module.parameters()), torch.Generator().manual_seed(1)
 
     def some(*shape: int) -> Tensor:
         return 0.5 * torch.randn(*shape, generator=generator)
 
-    lengths, slots = (1, 6, 1, 2), (3, 1, 4, 2)
-    firsts = (0, 1, 7, 8)
-    hidden = some(1, sum(lengths) + 2, hidden_size(module)).to(device)  # two more than there are rows for
+    tokens, firsts = sum(_LENGTHS), [sum(_LENGTHS[:row]) for row in range(len(_LENGTHS))]
+    hidden = some(1, tokens + 2, hidden_size(module)).to(weight)  # two more than there are rows for
     states = {part: some(*kept.shape).to(kept) for part, kept in mixers.small(layer, 5).items()}
-    place = partial(torch.tensor, device=device)
-    at = [first for first, length in zip(firsts, lengths, strict=True) if length == 1]
-    chunks = [(f, f + n, place([s])) for f, n, s in zip(firsts, lengths, slots, strict=True) if n > 1]
-    apart = Rows(None, place(at), place([slots[firsts.index(first)] for first in at]), chunks)
-    whose = [row for row, length in enumerate(lengths) for _ in range(length)]
-    rows = [*zip(firsts, lengths, slots, strict=True), (0, 0, 0)]
-    runs = Runs(place([*whose, -1, -1], dtype=torch.int32), place(rows, dtype=torch.int32))
-    answers = []
-    mixers.ragged[layer] = forward
-    try:
-        with in_float32(module), torch.backends.cudnn.flags(enabled=False):
-            for way, given in ((apart, hidden[:, : len(whose)]), (runs, hidden)):
-                memory = {part: kept.clone() for part, kept in states.items()}
-                with mixers.running(way), mixers.on(layer, memory):
-                    out = module.forward(given.to(next(module.parameters()).dtype))[:, : len(whose)]
-                answers.append([out, *(memory[part][1:] for part in sorted(memory))])
-    except (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        return (str(error).strip() or type(error).__name__).splitlines()[0]
-    finally:
-        del mixers.ragged[layer]
-    by = max(off(*pair) for pair in zip(*answers, strict=True))
-    return "" if by < _CLOSE else f"it would be off by {by:.1e}"
+    place = partial(torch.tensor, device=weight.device)
+    every = list(zip(firsts, _LENGTHS, _SLOTS, strict=True))
+    single = [(first, slot) for first, length, slot in every if length == 1]
+    chunks = [(first, first + length, place([slot])) for first, length, slot in every if length > 1]
+    apart = Rows(None, place([first for first, _ in single]), place([slot for _, slot in single]), chunks)
+    whose = [row for row, length in enumerate(_LENGTHS) for _ in range(length)]
+    runs = Runs(place([*whose, -1, -1], dtype=torch.int32), place([*every, (0, 0, 0)], dtype=torch.int32))
+    for way, given in ((apart, hidden[:, :tokens]), (runs, hidden)):
+        memory = {part: kept.clone() for part, kept in states.items()}
+        with mixers.running(way), mixers.on(layer, memory):
+            out = module.forward(given)[:, :tokens]
+        yield [out, *(memory[part][1:] for part in sorted(memory))]

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from .patches import off
+from .remembers import Unsupported
 
 _CACHE_NAMES = ("cache_params", "past_key_values", "past_key_value")
-_CLOSE = 1e-3  # relative: a mixer that forgets its state in a chunk is off by far more
+_CLOSE, _CLOSE_HALF = 1e-3, 0.05  # relative: a mixer that forgets its state in a chunk is off by far more
 
 
 class Rows(NamedTuple):
@@ -99,6 +100,7 @@ class InPlace(States):
         raise NotImplementedError("a mixer that asks for more than its state")
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Tensor:
+        assert recurrent_states is self.states["recurrent0"], "a state that is not in its slot"
         return recurrent_states
 
 
@@ -113,6 +115,8 @@ class Mixers:
         for module in model.modules():
             layer = getattr(module, "layer_idx", None)
             if layer is not None and _is_mixer(module):
+                if int(layer) in self.layers:
+                    raise Unsupported(f"layer {layer} has two recurrent parts: {type(module).__name__} is one of them")
                 self.layers[int(layer)] = module
                 self._wrap(module, int(layer))
         self.within: Callable[[Any], AbstractContextManager[Any]] = lambda tokens: nullcontext()  # around some tokens
@@ -190,10 +194,13 @@ class Mixers:
         """Whether a chunk of several tokens goes on from the state it is given. (Some scans begin from zeros.) That may
         hardly show in what it computes, so that the state it leaves is looked at too. Asked in float32, and not of
         cuDNN, which rounds."""
-        with in_float32(module), torch.backends.cudnn.flags(enabled=False):
-            return self._asked(module, layer)
+        try:
+            with in_float32(module), torch.backends.cudnn.flags(enabled=False):
+                return self._asked(module, layer, _CLOSE)
+        except Exception:  # a package's kernels that transformers has found, and that take no float32
+            return self._asked(module, layer, _CLOSE_HALF)
 
-    def _asked(self, module: Any, layer: int) -> bool:
+    def _asked(self, module: Any, layer: int, close: float) -> bool:
         weight = next(module.parameters())
         size = hidden_size(module)
         generator = torch.Generator().manual_seed(1)
@@ -212,11 +219,13 @@ class Mixers:
                     parts.append(module.forward(hidden[:, first:end]))
                 first = end
             answers.append([torch.cat(parts, 1), *(memory[part][1:] for part in sorted(memory))])
-        return all(off(*pair) < _CLOSE for pair in zip(*answers, strict=True))
+        return all(off(*pair) < close for pair in zip(*answers, strict=True))
 
     def small(self, layer: int, slots: int) -> dict[str, Tensor]:
-        """Memory like a layer's, of a few slots, in float32 at least."""
-        return {part: exact(torch.zeros_like(kept[:slots])) for part, kept in self._memory[layer].items()}
+        """Memory like a layer's, of a few slots, in float32 where the model is."""
+        wide = next(self.layers[layer].parameters()).dtype in (torch.float32, torch.float64)
+        some = {part: kept.new_zeros(slots, *kept.shape[1:]) for part, kept in self._memory[layer].items()}
+        return {part: exact(kept) if wide else kept for part, kept in some.items()}
 
     @contextmanager
     def on(self, layer: int, memory: dict[str, Tensor]) -> Iterator[None]:

@@ -35,7 +35,8 @@ log = logging.getLogger(__name__)
 
 
 Likely = dict[int, tuple[float, int]]  # token -> log-probability and rank
-_LEAST = 16  # tokens of a piece, below which it is not tried in smaller ones
+_LEAST, _MOST = 16, 1 << 30  # tokens of a piece: below, it is not tried in smaller ones
+_FITTED = 256  # steps that fit, before pieces are tried that are twice as large
 _SCORED = 256  # prompt tokens whose log-probabilities are taken at once
 
 
@@ -117,6 +118,7 @@ class Running(NamedTuple):
     rows: list[int]  # of the batch, that sample
     drawn: Sampled
     scores: list[Scores]
+    ready: Any = None  # on a GPU: the event after which all of this is on host
 
 
 class ModelExecutor:
@@ -131,7 +133,8 @@ class ModelExecutor:
         self.hooks: Hooks = Greedy() if hooks is None else hooks
         self.told: dict[int, Told] = {}
         self.waited = 0.0  # seconds for the device, by `finish`
-        self.most = 1 << 30  # tokens of a piece; less after a step that memory did not suffice for
+        self.most = _MOST  # tokens of a piece; less after a step that memory did not suffice for, for a while
+        self._fitted = 0  # steps since then
         self._last = torch.zeros(slots, dtype=torch.long, device=self.device)
         self._running: deque[Running] = deque()
         self._state = next((group.name for group in served.groups if group.family == "state"), None)
@@ -149,6 +152,7 @@ class ModelExecutor:
         """Run a plan. False if memory did not suffice: then it can be tried again, in smaller pieces."""
         try:
             self._running.append(self._run(plan))
+            self._more()
             return True
         except Exception as error:
             if not out_of_memory(error):
@@ -158,13 +162,20 @@ class ModelExecutor:
                 raise
             # States have gone on in some layers and not in others: the scheduler must take that back, and does not try
             # forever.
-            self.most = max(_LEAST, largest // (2 if self._state is None else 4))
+            self.most, self._fitted = max(_LEAST, largest // (2 if self._state is None else 4)), 0
             log.warning("out of memory in a step of %d tokens: computed in pieces of %d now", largest, self.most)
             if self._state is not None:
                 raise
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return False
+
+    def _more(self) -> None:
+        """A step has fitted: after some of these, larger pieces are tried again. What took the memory may be over."""
+        if self.most < _MOST:
+            self._fitted += 1
+            if self._fitted >= _FITTED:
+                self.most, self._fitted = 2 * self.most, 0
 
     def _run(self, plan: Plan) -> Running:
         batch = plan.batch
@@ -190,7 +201,7 @@ class ModelExecutor:
         return Running(plan, rows, drawn, scores)
 
     def finish(self, block: bool = True) -> Sequence[Event]:
-        plan, rows, drawn, scores = self._running.popleft()
+        plan, rows, drawn, scores, _ = self._running.popleft()
         self.hooks.over(plan)
         assert plan.step is not None
         begin = time.perf_counter()
