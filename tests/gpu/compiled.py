@@ -23,18 +23,11 @@ from sapwood.engine.compiled import counters
 
 from ..models.gpu import wide
 from .figures import decode, offline
-from .kit import say
+from .kit import WRONG, must, say
 from .shapes import QWEN3_8B, opened
 
 NAMES = ("gpt-oss", "qwen3-next", "bamba", "deepseek-v3")
 FLAGS: dict[str, Any] = {"max_model_len": 512, "device_cache": "512MiB", "max_num_seqs": 8, "progress": False}
-_WRONG: list[str] = []
-
-
-def must(holds: bool, what: str) -> None:
-    if not holds:
-        _WRONG.append(what)
-        say(f"WRONG {what}")
 
 
 def made() -> int:
@@ -104,8 +97,8 @@ def main(names: list[str]) -> None:
     for name in NAMES:
         if not names or "agree" in names or name in names:
             agree(name)
-    say("right" if not _WRONG else f"{len(_WRONG)} WRONG")
-    sys.exit(bool(_WRONG))
+    say("right" if not WRONG else f"{len(WRONG)} WRONG")
+    sys.exit(bool(WRONG))
 
 
 if __name__ == "__main__":

@@ -9,19 +9,12 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 
 from sapwood.engine.transfer_torch import _STREAM_ORDER, _Attributes, batch_copy
+from sapwood.engine.triton_steps import move
 
 PAGE, PAGES = 2359296, 2048
 WORDS = 80000  # of a step's buffer
-
-
-@triton.jit
-def _upload(here, there, n, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(there + at, tl.load(here + at, mask=at < n), mask=at < n)
 
 
 def main() -> None:
@@ -49,7 +42,7 @@ def main() -> None:
         there.copy_(small, non_blocking=True)
 
     def read() -> None:
-        _upload[(triton.cdiv(WORDS, 1024),)](small, there, WORDS, BLOCK=1024)
+        move(small, there)
 
     def returned() -> None:
         back.copy_(there[:128], non_blocking=True)

@@ -189,10 +189,15 @@ def _with_rotary(module: Any, kernels: Kernels) -> Callable[..., Any] | None:
     def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
         return ours(q, k, cos, sin) if ours and can and can(q, k, cos, sin) else theirs(q, k, cos, sin)
 
-    names = {**function.__globals__, _ROTARY: turn}
-    copy = types.FunctionType(code, names, function.__name__, function.__defaults__, function.__closure__)
+    return types.MethodType(with_names(function, {_ROTARY: turn}), module)
+
+
+def with_names(function: Any, names: Mapping[str, Any]) -> Callable[..., Any]:
+    """A copy of a function that finds other things under these names of its file."""
+    every = {**function.__globals__, **names}
+    copy = types.FunctionType(function.__code__, every, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
-    return types.MethodType(copy, module)
+    return copy
 
 
 # ---- asking both ways

@@ -16,7 +16,6 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-import types
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .patches import off
+from .patches import off, with_names
 from .recurrent import Mixers, Rows, Runs, hidden_size, in_float32
 
 log = logging.getLogger(__name__)
@@ -58,15 +57,12 @@ def _over_all_tokens(module: Any, mixers: Mixers, functions: Any) -> Callable[..
     if "causal_conv1d_update" not in function.__code__.co_names or (low, high) != (0.0, math.inf):
         return None  # with limits transformers itself takes prompts otherwise than answers
     names = {
-        **function.__globals__,
         "causal_conv1d_update": _of_step(mixers, functions.conv),
         "mamba_selective_state_update": _of_step(mixers, functions.scan),
         "mamba2_selective_state_update": _of_step(mixers, functions.scan),
         "torch_recurrent_gated_delta_rule": _of_step(mixers, functions.delta_rule),
     }
-    copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return partial(copy, module)
+    return partial(with_names(function, names), module)
 
 
 def _of_step(mixers: Mixers, function: Callable[..., Any]) -> Callable[..., Any]:
