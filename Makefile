@@ -35,7 +35,7 @@ serve: $(STAMP)  ## a server on 127.0.0.1:8000 with the default model; ARGS="...
 
 # The same package with the inner rooms compiled by mypyc, beside the one that is edited: setup.py says how.
 $(COMPILED)/.built: $(STAMP) setup.py $(shell find src -name '*.py')
-	rm -rf build
+	@mkdir -p build && find build -mindepth 1 -maxdepth 1 ! -name tests -exec rm -rf {} +
 	SAPWOOD_COMPILE=1 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
 	  --target $(COMPILED) .
 	touch $@

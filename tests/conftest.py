@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import settings
 
+from . import surroundings  # noqa: F401  (first)
 from .store import kit
 
 PLACES = ("file", "file process", "memory", "faulty", "redis", "cluster", "mooncake", "mooncake process")
@@ -35,6 +36,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(needs[0]))
             if given.get("layout", "full+2windows+state") != "full+2windows+state":
                 item.add_marker(pytest.mark.long)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Halves of characters in captured output are escaped: xdist cannot send them, and would end the whole run."""
+    report = yield
+    report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
+    return report
 
 
 @pytest.fixture(scope="session")
@@ -97,9 +106,9 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         elif kind == "faulty":
             uri = f"faulty+file://{tmp_path}/store?size=100MiB&seed=1"
         elif kind == "redis":
-            uri = f"redis://127.0.0.1:{request.getfixturevalue('redis_port')}/0?ttl=600"
+            uri = f"redis://127.0.0.1:{request.getfixturevalue('redis_port')}/0?ttl=600&timeout=240"
         elif kind == "cluster":
-            uri = f"redis+cluster://127.0.0.1:{request.getfixturevalue('cluster_ports')[0]}"
+            uri = f"redis+cluster://127.0.0.1:{request.getfixturevalue('cluster_ports')[0]}?timeout=240"
         else:
             servers: kit.Mooncake = request.getfixturevalue("mooncake")
             stack.enter_context(servers.alone.inside())

@@ -118,7 +118,7 @@ def test_options_become_a_config(measured):
         ("--device-cache much", "device_cache must be bytes"),
         ("--tensor-parallel-size 2", "tensor_parallel_size must be 1: one GPU"),
         ("--trust-remote-code", "trust_remote_code must be False"),
-        ("--quantization awq", "quantization must be None"),
+        ("--quantization awq", "quantization is not served here: quantised weights"),
         ("--max-num 3", "unrecognized arguments: --max-num"),
         ("--compare nowhere.json", "nowhere.json cannot be read"),
         ("--output-json /no/such/folder/x.json", "the folder of /no/such/folder/x.json is not there"),
@@ -228,3 +228,16 @@ def test_what_goes_wrong_ends_in_a_line(problem, status, says, monkeypatch, caps
     said = capsys.readouterr()
     assert says in said.err and not said.out
     assert command.BENCHES["latency"] is latency
+
+
+def test_serve_without_its_packages_says_what_to_install():
+    """Somebody who has the core alone gets one line.
+
+    Mutation: `main` of cli.py imports a command's module before it catches anything.
+    """
+    script = (
+        "import sys; sys.modules['httptools'] = None; from sapwood.cli import main; sys.exit(main(['serve', '-h']))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and not done.stdout
+    assert done.stderr == "sapwood serve: needs httptools: pip install 'sapwood[server]'\n"

@@ -3,13 +3,17 @@ when that command is asked for: `sapwood --help` answers at once."""
 
 from __future__ import annotations
 
-import argparse
+import os
+import signal
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
-from importlib import import_module
 
 from . import __version__
+
+TYPE_CHECKING = False  # as typing has it; nothing is imported here before Ctrl-C is taken care of
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+    from typing import NoReturn
 
 # By name: the module whose `main` gets the arguments behind it, and what the command does. Its `parser` tells shells
 # what there is to complete.
@@ -24,16 +28,37 @@ _OF_THE_ENGINE = {"accelerate", "jinja2", "safetensors", "tokenizers", "torch", 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The status to exit with: 0, 1 if something failed, 2 if something asked for was wrong."""
-    asked = parser().parse_args(arguments)
-    command = import_module(COMMANDS[asked.command][0])
+    """The status to exit with: 0, 1 if something failed, 2 if something asked for was wrong.
+
+    As a program, Ctrl-C ends it at once while it imports and loads, when there is nothing to lose: inside an import it
+    might become any error. Whoever has something to lose takes the signal himself."""
+    if arguments is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, leave)
     try:
-        if asked.command == "completion":
-            return int(command.main(asked.arguments, parsers()))
-        return int(command.main(asked.arguments))
+        return _main(sys.argv[1:] if arguments is None else arguments)
     except KeyboardInterrupt:
         sys.stderr.write("\nsapwood: interrupted\n")
         return _INTERRUPTED
+
+
+def leave(*_: object) -> NoReturn:
+    """Ctrl-C, as long as nobody else takes it."""
+    os.write(2, b"\nsapwood: interrupted\n")
+    os._exit(_INTERRUPTED)
+
+
+def _main(arguments: Sequence[str]) -> int:
+    from importlib import import_module
+
+    if not arguments:
+        parser().print_help()
+        return 0
+    asked = parser().parse_args(arguments)
+    try:
+        command = import_module(COMMANDS[asked.command][0])
+        if asked.command == "completion":
+            return int(command.main(asked.arguments, parsers()))
+        return int(command.main(asked.arguments))
     except ModuleNotFoundError as error:
         package = (error.name or "").split(".")[0]
         if package == "sapwood":
@@ -44,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
+    import argparse
+
     parser = argparse.ArgumentParser(
         prog="sapwood",
         description="An LLM serving engine grown around one prefix tree.",
@@ -58,6 +85,9 @@ def parser() -> argparse.ArgumentParser:
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
     """That of every command, and of `sapwood` itself under "". A command whose packages are missing is left out."""
+    from contextlib import suppress
+    from importlib import import_module
+
     found = {"": parser()}
     for name, (module, _) in COMMANDS.items():
         with suppress(ModuleNotFoundError):

@@ -133,10 +133,10 @@ def test_f10_reading_quietly_is_using():
     all_free(engine)
 
 
-def test_a_window_that_ends_before_the_span_has_nothing_to_save():
+def test_a_window_that_ends_before_the_span_is_saved_as_far_as_it_is_there():
     """All windows of a node went, and a second request fills its first pages only: what is behind them is nowhere.
 
-    Mutation: `Saves._to_save` puts down runs of no page.
+    Mutation: `Saves._to_save_of_windows` puts down runs of no page.
     """
     engine = Engine(4, full(64, 0), window(7, 12, 24), save="")
     tokens = toks(1, 41)
@@ -147,6 +147,10 @@ def test_a_window_that_ends_before_the_span_has_nothing_to_save():
     engine.plan(12)
     engine.done()
     assert node.n == 10 and len(node.device.pages[1]) == 4 * 3
-    assert engine.cache.begin_save(Span(5, 10, node)) is None
+    operation = engine.cache.begin_save(Span(5, 10, node))
+    assert operation is not None
+    ((_, (sources, _)),) = operation.pages.items()
+    assert operation.start_page == 0 and len(sources) == 3 and sources.all()
+    engine.begin("save", operation)
     engine.idle()
     all_free(engine)

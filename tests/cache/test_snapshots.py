@@ -146,7 +146,7 @@ def test_m03_all_snapshots_of_a_node_come_back_from_host(mix):
 def test_f10_windows_before_snapshots_inside_a_node_go_last():
     """A window group runs short: what lies between goes first, and a prompt can still begin at every snapshot.
 
-    Mutation: `_guarded` looks at the end of the node alone.
+    Mutation: `worth` looks at the end of the node alone.
     """
     groups: tuple[CacheGroup, ...] = (full(96), window(5, 26), state(8))
     engine = engine_of(*groups, every=1000)

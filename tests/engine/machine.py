@@ -31,6 +31,7 @@ __all__ = ["BASE", "PAGE", "PROMPT", "Machine", "answer", "each_hand", "each_lay
 
 PAGE = 4
 PROMPT = toks(1, 6 * PAGE + 1)  # six pages and a token
+PATIENCE = 240.0  # seconds after which something hangs: in a test that passes, no machine is as slow as that
 LAYOUTS = ("full", "full+window", "full+state", "full+2windows+state")
 HYBRID = LAYOUTS[-1]
 EXTRA = {"full": 4096 - 8 * PAGE - 8, "wide": 293, "narrow": 0, "state": 77}  # bytes of a page beyond its digests
@@ -65,7 +66,7 @@ class Sticky(FaultyBackend):
     def _begin(self, call: str, names: Sequence[str]) -> None:
         free = self._free
         if call in self.stuck:
-            free.wait(60)
+            free.wait(600)
         super()._begin(call, names)
 
 
@@ -125,7 +126,8 @@ class Piped(Failing):
 
 class Machine:
     """Pages of 4 tokens; a lookup is worth it from 2 pages on. `fingerprint`: what another model has of its own.
-    `process`: the store is in a process of its own, and its faults come by its URI."""
+    `process`: the store is in a process of its own, and its faults come by its URI. Who waits for a store waits for as
+    long as it takes, if not told otherwise."""
 
     def __init__(
         self,
@@ -139,6 +141,7 @@ class Machine:
         weights: bytes = WEIGHTS,
         depot: Depot | None = None,
         tick_seconds: float = 0.01,
+        backup_seconds: float = PATIENCE,
         clock: Callable[[], float] = time.monotonic,
         fingerprint: dict[str, Any] | None = None,
         breaker: Breaker | None = None,
@@ -152,7 +155,9 @@ class Machine:
         made = groups_of(layout, page, pages, slots=20) if groups is None else groups
         made = [replace(group, host_pages=group.host_pages or host) for group in made]
         self.groups = [replace(group, page_bytes=self._bytes(page, group)) for group in made]
-        config = {"max_batch_tokens": 256, "max_batch_size": 16, "prefetch_threshold": 2, "store": bool(uri), **config}
+        patient = {"lookup_ticks": round(PATIENCE / tick_seconds), "fetch_ticks": round(PATIENCE / tick_seconds)}
+        config = {"max_batch_tokens": 256, "max_batch_size": 16, "prefetch_threshold": 2, **patient, **config}
+        config = {"store": bool(uri), **config}
         self.scheduler = Scheduler(SchedulerConfig(page, self.groups, **config))
         self.cache = self.scheduler.cache
         self.device = {g.name: aligned((g.device_pages + 1, g.page_bytes)) for g in self.groups}
@@ -176,7 +181,8 @@ class Machine:
                 wrap=None if process else self._wrap,
                 process=process,
             )
-        self.tiers = Watched(self.scheduler, self.mover, self.store, tick_seconds=tick_seconds, clock=clock)
+        times: dict[str, Any] = {"tick_seconds": tick_seconds, "backup_seconds": backup_seconds, "clock": clock}
+        self.tiers = Watched(self.scheduler, self.mover, self.store, **times)
         self.tiers.witness = self.witness
         self.tiers.ahead = self.scheduler.config.overlap > 0
         self.executor = (Piped if self.tiers.ahead else Failing)(self.witness)
@@ -232,7 +238,7 @@ class Machine:
         self.look()
         return step
 
-    def until(self, true: Callable[[], Any], timeout: float = 30, what: str = "it") -> None:
+    def until(self, true: Callable[[], Any], timeout: float = PATIENCE, what: str = "it") -> None:
         """Go on until something is true."""
         end = time.monotonic() + timeout
         while not true():
@@ -240,10 +246,10 @@ class Machine:
             self.step()
             self.loop.rest(0.2)
 
-    def see_to(self, *ids: str, timeout: float = 30) -> None:
+    def see_to(self, *ids: str, timeout: float = PATIENCE) -> None:
         self.until(lambda: all(id in self.ended for id in ids), timeout, f"the end of {ids}")
 
-    def settle(self, timeout: float = 30) -> None:
+    def settle(self, timeout: float = PATIENCE) -> None:
         """Until nothing is under way and nothing is left to do."""
         end = time.monotonic() + timeout
         while not (step := self.step()).plan.empty or step.in_flight or self.tiers.busy:
@@ -260,6 +266,18 @@ class Machine:
             self.until(lambda: self.said[id])
         else:
             self.until(lambda: self.tiers.stats()[begun[state]] == 1)
+
+    def until_a_fetch_is_held(self, tokens: Any) -> str:
+        """A request whose fetch hangs in the backend beyond its time. On a busy machine that may not be the first one:
+        nobody had begun it, or had an answer to the question before it."""
+        self.backend.stuck = ("get",)
+        for n in range(1000):
+            self.submit(f"late {n}", tokens)
+            self.until(lambda id=f"late {n}": self.tiers.stats()["held"] or id in self.ended)
+            if self.tiers.stats()["held"]:
+                return f"late {n}"
+            self.scheduler.flush()
+        raise AssertionError(f"no fetch is held: {self.tiers.stats()}")
 
     def go_on(self) -> None:
         """Nothing hangs any more."""
@@ -290,7 +308,7 @@ class Machine:
         self.settle()
         self.cache.check()
         self.all_free()
-        assert self.loop.close(20) == []
+        assert self.loop.close(PATIENCE) == []
         assert not self.tiers.busy
 
     # ---- what a test asks

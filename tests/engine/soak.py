@@ -197,7 +197,7 @@ class Soak:
     def peace(self, engine: Machine) -> None:
         self.calm(engine)
         engine.executor.failures = 0
-        engine.see_to(*engine.loop.live, timeout=60)
+        engine.see_to(*engine.loop.live, timeout=240)
 
     def over(self, engine: Machine) -> None:
         """Those who have ended: with the right answer, and then forgotten."""

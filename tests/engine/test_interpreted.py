@@ -48,6 +48,6 @@ def passes(file: str, interpret: bool) -> None:
     path = os.pathsep.join([str(BESIDE), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": str(int(interpret)), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", f"tests/{file}"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3600)
     said = done.stdout + done.stderr
     assert done.returncode == 0 and " passed" in said, said[-4000:]

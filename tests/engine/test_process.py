@@ -15,7 +15,7 @@ from sapwood.store import Breaker, open_store
 from sapwood.store.process import CAN_START
 from sapwood.store.shared import place_of
 
-from .machine import PAGE, PROMPT, Machine, each_layout, toks
+from .machine import PAGE, PATIENCE, PROMPT, Machine, each_layout, toks
 
 pytestmark = [pytest.mark.server, pytest.mark.skipif(not CAN_START, reason="needs Linux: memfd_create, epoll")]
 
@@ -57,14 +57,14 @@ def test_rest_ends_when_the_store_has_news(tmp_path):
     engine.submit("ann", PROMPT)
     engine.step()
     begin = time.monotonic()
-    assert engine.tiers.wait(20) and 0.1 < time.monotonic() - begin < 5
+    assert engine.tiers.wait(600) and time.monotonic() - begin < PATIENCE
     engine.see_to("ann")
     engine.settle()
     begin = time.monotonic()
-    assert not engine.tiers.wait(0.1) and time.monotonic() - begin < 5
+    assert not engine.tiers.wait(0.1) and 0.09 < time.monotonic() - begin < PATIENCE
     waker = threading.Timer(0.1, engine.tiers.wake)
     waker.start()
-    assert engine.tiers.wait(20)
+    assert engine.tiers.wait(600)
     waker.join()
     engine.close()
 
@@ -98,7 +98,7 @@ def test_a_dead_process_is_started_again_while_the_engine_rests(tmp_path):
     engine = machine(tmp_path)
     engine.serve("ann", PROMPT)
     os.kill(process(engine)["pid"], signal.SIGKILL)
-    until = time.monotonic() + 20
+    until = time.monotonic() + PATIENCE
     while not (process(engine)["restarts"] and process(engine)["alive"]):
         assert time.monotonic() < until
         engine.tiers.wait(0.5)

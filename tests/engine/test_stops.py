@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sapwood.engine.detokenize import Detokenizer
 from sapwood.engine.params import SamplingParams
-from sapwood.engine.stops import TextStream, bad_word_tokens
+from sapwood.engine.stops import TextStream, _Stops, bad_word_tokens
 
 TEXTS = [
     "Hello world, this is a text. It ends here.",
@@ -295,6 +295,37 @@ def test_nonsense_without_end_costs_no_more_and_more(kind):
             longest = max(longest, len(getattr(text._decoding, "_window", ())))
         text.finish()
         assert text.text == told and longest < 200
+
+
+STOPS = [
+    ("a" * 1023 + "b", "a" * 5000),
+    ("a" * 511 + "b" + "a" * 511, ("a" * 511 + "b" + "a" * 300 + "c") * 6),
+    ("ab" * 511 + "c", "ab" * 3000),
+    ("a" * 500 + "b" * 500 + "c", ("a" * 600 + "b" * 499) * 5),
+]
+
+
+@pytest.mark.parametrize(("stop", "text"), STOPS, ids=range(len(STOPS)))
+def test_S19_stop_strings_cost_what_a_text_is_long(stop, text):
+    """Stop strings as long as they may be, that almost come again and again: what is looked up grows with the text, and
+    not with the stop strings too.
+
+    Mutation: `_Stops.find` keeps the window in `begun` where nothing begins.
+    """
+    stops = _Stops([stop, *(stop[n:] + "x" for n in range(0, 310, 10))])
+    looked = 0
+
+    class Counted(set[str]):
+        def __contains__(self, key: object) -> bool:
+            nonlocal looked
+            looked += 1
+            return super().__contains__(key)
+
+    stops._begins = Counted(stops._begins)
+    for char in text:
+        assert stops.find(char) is None
+        assert len(stops.begun) <= len(stop)
+    assert looked <= 3 * len(text)
 
 
 def test_bad_words_as_tokens():

@@ -30,7 +30,7 @@ from sapwood.scheduler import (
 from sapwood.store import Breaker, Faults, Fingerprint, GroupLayout, open_store
 from sapwood.store.protocol import Kept
 
-from .machine import BASE, HYBRID, PAGE, PROMPT, Machine, toks
+from .machine import BASE, HYBRID, PAGE, PATIENCE, PROMPT, Machine, toks
 
 
 def fetching(tmp_path, **more) -> Machine:
@@ -51,7 +51,7 @@ def test_the_import_needs_no_torch():
     Mutation: tiers.py imports transfer_torch.
     """
     code = "import sys; sys.modules['torch'] = None; from sapwood.engine import EngineLoop, Tiers; print(EngineLoop)"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0 and "EngineLoop" in ran.stdout, ran.stderr
 
 
@@ -240,8 +240,8 @@ def test_t08_a_full_queue_drops_backups_and_nothing_else(tmp_path):
     machine.backend.stuck = ("put",)
     for n in range(8):
         machine.submit(f"r{n}", toks(n, 6 * PAGE + 1), reads_cache=False)
-        machine.see_to(f"r{n}", timeout=2)
-    machine.until(lambda: machine.tiers.stats()["backups"] >= 8, timeout=2)
+        machine.see_to(f"r{n}")
+    machine.until(lambda: machine.tiers.stats()["backups"] >= 8)
     assert machine.store.stats()["dropped"] > 0
     assert machine.tiers.stats()["refused"] == machine.store.stats()["dropped"]
     machine.go_on()
@@ -254,7 +254,7 @@ def test_a_store_that_is_closed_under_a_running_engine(tmp_path):
     Mutation: `Tiers._ask` lets StoreError out.
     """
     machine = fetching(tmp_path)
-    assert machine.store.close(5)
+    assert machine.store.close(600)
     assert machine.serve("ann", PROMPT).cached == 0
     assert machine.tiers.stats()["refused"] >= 2
     machine.close()
@@ -272,18 +272,18 @@ def test_t19_a_held_job_is_told_when_the_backend_has_returned(tmp_path):
     machine.tiers.poll = lambda: seen.extend(events := poll()) or events
     machine.backend.stuck = ("exists",)
     machine.submit("ann", PROMPT)
-    machine.until(lambda: any(isinstance(event, LookupDone) for event in seen), timeout=2)
+    machine.until(lambda: any(isinstance(event, LookupDone) for event in seen))
     machine.see_to("ann")
     machine.scheduler.flush()
-    machine.backend.stuck = ("get",)
+    machine.backend.stuck = ()
     machine.backend.release()
-    machine.submit("bob", PROMPT)
-    machine.until(lambda: machine.tiers.stats()["held"] == 1, timeout=2)
-    machine.see_to("bob")
-    assert not any(isinstance(event, FetchDone) for event in seen)
+    bob = machine.until_a_fetch_is_held(PROMPT)
+    machine.see_to(bob)
+    fetches = machine.tiers.stats()["fetches"]
+    assert sum(isinstance(event, FetchDone) for event in seen) == fetches - 1
     machine.go_on()
     machine.settle()
-    assert sum(isinstance(event, FetchDone) for event in seen) == 1
+    assert sum(isinstance(event, FetchDone) for event in seen) == fetches
     machine.close()
 
 
@@ -335,8 +335,9 @@ def test_without_a_store_nobody_counts_ticks():
 
     Mutation: `Tiers.poll` always tells of ticks.
     """
-    tiers = Machine("full", tick_seconds=1e-6).tiers
-    time.sleep(0.01)
+    now = [0.0]
+    tiers = Machine("full", clock=lambda: now[0]).tiers
+    now[0] += 100
     assert tiers.poll() == []
 
 
@@ -350,14 +351,19 @@ def test_s11_a_deadline_fires_while_nothing_runs(tmp_path, hangs):
     machine = fetching(tmp_path, lookup_ticks=20, fetch_ticks=20, page_ticks=0)
     machine.backend.stuck = (hangs,)
     machine.submit("ann", PROMPT, 1)
-    began, steps, cpu = time.monotonic(), 0, time.thread_time()
+    began, steps, sleeps, sleep = time.monotonic(), 0, [0], machine.tiers._sleep
+
+    def counted(seconds: float) -> None:
+        sleeps[0] += 1
+        sleep(seconds)
+
+    machine.tiers._sleep = counted
     while "ann" not in machine.ended:
         machine.step()
         machine.loop.rest()
         steps += 1
-    took = time.monotonic() - began
-    assert 0.18 < took < 3, f"it took {took} s"
-    assert steps < 40 and time.thread_time() - cpu < 0.1, f"{steps} steps"
+    assert 0.18 < time.monotonic() - began < PATIENCE
+    assert steps < 40 and sleeps[0] < 100, f"{steps} steps, {sleeps[0]} sleeps"
     machine.go_on()
     machine.close()
 
@@ -379,54 +385,48 @@ def test_s08_rest_ends_at_once_when_there_is_news(tmp_path):
     idle(machine)
     began = time.monotonic()
     machine.loop.rest(0.15)
-    assert 0.14 < time.monotonic() - began < 5
+    assert 0.14 < time.monotonic() - began < PATIENCE
     idle(machine)
-    threading.Timer(0.05, machine.loop.wake).start()
     began = time.monotonic()
-    machine.loop.rest(20)
-    assert 0.04 < time.monotonic() - began < 5
+    threading.Timer(0.05, machine.loop.wake).start()
+    machine.loop.rest(600)
+    assert 0.04 < time.monotonic() - began < PATIENCE
     idle(machine)
     machine.loop.wake()  # before anybody rests
     began = time.monotonic()
-    machine.loop.rest(20)
-    assert time.monotonic() - began < 5
+    machine.loop.rest(600)
+    assert time.monotonic() - began < PATIENCE
     machine.submit("ann", PROMPT)
     machine.backend.stuck = ("exists",)
     idle(machine)
     threading.Timer(0.05, machine.go_on).start()
     began = time.monotonic()
-    assert machine.tiers.wait(20) and time.monotonic() - began < 5
+    assert machine.tiers.wait(600) and time.monotonic() - began < PATIENCE
     assert any(isinstance(event, LookupDone) for event in machine.step().events)
     machine.close()
 
 
-def test_no_step_waits_for_a_store_that_hangs(tmp_path):
-    """With a backend that hangs in everything, begin and poll take no longer than ever.
+def test_no_step_waits_for_a_store_that_hangs(tmp_path, monkeypatch):
+    """With a backend that hangs in everything, steps go on: they neither ask the store to wait nor meet its lock.
 
     Mutation: `Tiers.begin` waits for a job.
     """
     machine = Machine("full", f"memory://{tmp_path}", pages=200, host=200)
     machine.backend.stuck = ("exists", "get", "put")
-    longest = 0.0
-    begin, poll = machine.tiers.begin, machine.tiers.poll
 
-    def timed(call):
-        def inner(*args):
-            nonlocal longest
-            began = time.thread_time()
-            wall = time.monotonic()
-            try:
-                return call(*args)
-            finally:
-                longest = max(longest, min(time.monotonic() - wall, 10 * (time.thread_time() - began) + 0.002))
+    def waits(*_: object) -> None:
+        raise AssertionError("a step waits for the store")
 
-        return inner
-
-    machine.tiers.begin, machine.tiers.poll = timed(begin), timed(poll)
+    for each in (machine.store, machine.tiers):
+        monkeypatch.setattr(each, "wait", waits)
+        monkeypatch.setattr(each, "drain", waits)
     for n in range(10):
         machine.submit(f"r{n}", toks(n, 8 * PAGE + 1), reads_cache=False)
-    machine.see_to(*(f"r{n}" for n in range(10)), timeout=10)
-    assert longest < 0.02, f"{longest} s"
+    until = time.monotonic() + PATIENCE
+    while machine.loop.live:
+        assert time.monotonic() < until
+        machine.step()
+    monkeypatch.undo()
     machine.go_on()
     machine.close()
 
@@ -492,8 +492,87 @@ def test_closing_writes_back_what_is_left(tmp_path):
     machine.submit("ann", PROMPT, 1)
     machine.see_to("ann")
     assert not machine.tiers.stats()["backups"]
-    assert machine.loop.close(10) == []
+    assert machine.loop.close(PATIENCE) == []
     assert machine.tiers.stats()["pages_backed_up"] >= 6 and all(machine.backend.inner.exists(machine.names(PROMPT)))
+
+
+def test_closing_offers_again_what_the_store_could_not_keep(tmp_path):
+    """A backup has failed, as on a machine that is busy, and its next try is a long time away when the engine is
+    closed: it does not wait for that.
+
+    Mutation: `EngineLoop.close` does not ask `offer_owed`, or `Prefetch.offer_all` offers what is due alone.
+    """
+    machine = Machine(HYBRID, f"memory://{tmp_path}", clock=lambda: 0.0)  # no tick ever comes
+    machine.backend.faults = Faults(fail=1)
+    machine.serve("ann", PROMPT, 1)
+    assert machine.scheduler.stats()["store"]["owed"] > 0
+    machine.backend.faults = Faults()
+    assert machine.loop.close(60) == []
+    assert all(machine.backend.inner.exists(machine.names(PROMPT))) and not machine.scheduler.unwritten()
+
+
+def test_f20_what_host_has_no_room_for_is_said_once(caplog):
+    """Three prompts, and no room on host for the window of any: a warning names the pages of the first and what would
+    help, and says where they are counted. With room nothing is said.
+
+    Mutation: `Tiers.poll` says it with every save, or not at all.
+    """
+    prompts = [toks(n, 20 * PAGE) for n in range(3)]
+    for windows in (40, 1):
+        machine = Machine(groups=[CacheGroup("full", "full", 80, 80), CacheGroup("window", "window", 40, windows, 12)])
+        for n, prompt in enumerate(prompts):
+            machine.serve(f"r{n}", prompt, 1)
+        said = [record.getMessage() for record in caplog.records if "host memory has no room" in record.getMessage()]
+        counted = machine.cache.stats()["transfers"]
+        assert bool(counted["pages_skipped"]) == bool(said) == (windows == 1)
+        machine.close()
+    assert len(said) == 1 and "no room for 40 pages" in said[0] and "host_cache" in said[0]
+    assert counted["saves_skipped"] == 3 and counted["pages_skipped"] == 3 * 40
+
+
+def test_m09_what_could_not_be_written_is_logged(tmp_path, caplog):
+    """A store that keeps nothing is asked a few times more when the engine is closed, with as many pages as ever; then
+    it is logged how many pages that were, and how many bytes. Host memory is free for whoever looks.
+
+    Mutation: `say_unwritten` is not called; `unwritten` counts a page once for each span, or leaves a group out.
+    """
+    machine = Machine(HYBRID, f"memory://{tmp_path}")
+    machine.backend.faults = Faults(fail=1)
+    machine.serve("ann", PROMPT, 1)
+    machine.serve("bob", PROMPT[: 4 * PAGE] + toks(2, 2 * PAGE + 1), 1)
+    held = machine.pages("host", "tree")
+    assert machine.scheduler.unwritten() == held == machine.scheduler.unwritten()
+    machine.loop.close(60)
+    size = sum(
+        pages * next(group.page_bytes for group in machine.groups if group.name == name) for name, pages in held.items()
+    )
+    said = f"{sum(held.values())} pages ({size} bytes) could not be written before the engine ended"
+    assert [said in record.getMessage() for record in caplog.records].count(True) == 1
+    assert machine.pages("host", "flight") == dict.fromkeys(held, 0)
+    machine.cache.check()
+
+
+@pytest.mark.parametrize("come", ["not planned", "saving", "writing"])
+def test_m09_when_there_is_no_time(tmp_path, caplog, come):
+    """Closed at once: what was not saved yet, what was saved only now, and what the backend has and does not return.
+
+    Mutation: `unwritten` does not look at saves, or at backups of no plan; `say_unwritten` not at what is held.
+    """
+    machine = Machine("full", f"memory://{tmp_path}")
+    machine.backend.stuck = ("put",) if come == "writing" else ()
+    machine.mover.stuck = come == "saving"
+    machine.submit("ann", PROMPT, 1)
+    machine.see_to("ann")
+    if come != "not planned":
+        done = {"saving": "saves", "writing": "backups"}[come]
+        machine.until(lambda: machine.tiers.stats()[done] == 1)
+    if come == "writing":
+        machine.until(lambda: (found := machine.store.stats())["jobs"] and not found["waiting"])
+    machine.loop.close(0)
+    assert machine.tiers.stats()["held"] == (come == "writing")
+    assert f"6 pages ({6 * machine.groups[0].page_bytes} bytes) could not be written" in caplog.text
+    machine.go_on()
+    assert machine.tiers.drain(60)
 
 
 def test_closing_does_not_wait_for_ever(tmp_path):
@@ -508,10 +587,10 @@ def test_closing_does_not_wait_for_ever(tmp_path):
     machine.step()
     began = time.monotonic()
     machine.loop.close(0.3)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < PATIENCE
     assert machine.tiers.stats()["held"] >= 1
     machine.go_on()
-    assert machine.tiers.drain(5)
+    assert machine.tiers.drain(PATIENCE)
 
 
 # ---- mistakes

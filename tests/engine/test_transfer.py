@@ -409,7 +409,7 @@ def test_random_saves_and_loads_beside_each_other(moving, seed):
             under_way[world.start(kind, pages)] = (kind, pages)
         if random.random() < 0.4:
             land()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while under_way and time.monotonic() < deadline:
         land()
     assert not under_way
@@ -530,7 +530,7 @@ def test_numpy_moves_without_torch():
         assert mover.poll() == [(1, True)]
         assert arena.pages["full"][7].tobytes() == memory[4].tobytes()
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(story)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", textwrap.dedent(story)], check=True, timeout=600)
 
 
 def test_importing_the_engine_does_not_import_torch():
@@ -539,7 +539,7 @@ def test_importing_the_engine_does_not_import_torch():
     Mutation: `sapwood.engine` imports transfer_torch at its top.
     """
     look = "import sys, sapwood.engine; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", look], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", look], check=True, timeout=600)
 
 
 # ---- CUDA: nothing waits but what must

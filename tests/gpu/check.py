@@ -6,13 +6,14 @@ ahead       one step ahead and step by step: the same tokens
 masked      grammars and allowed tokens are obeyed one step ahead, also where steps fail
 updated     other weights take effect under graphs that were captured before
 cached      an answer with its prompt in the cache: as far from the cold one as bf16 is from itself
+checked     the self-check of a start: no architecture is refused by chance, and what it costs
 adapters    patched models and adapters, mixed and alone (tests/models/gpu_kernels.py)
 parity      logits of many architectures in bf16, against transformers' own in float32: no further off than
             transformers' own in bf16, and what is wrong on purpose is seen
 every       each architecture as an engine: with graphs, if it can be captured, and without; the same tokens
 kernels     against the formula, on random shapes with NaN where nobody may look (tests/engine/test_triton_*.py)
 
-Without names, four processes share the parts: much of the time is spent on a CPU, to start and to compile.
+Without names, five processes share the parts: much of the time is spent on a CPU, to start and to compile.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ import subprocess
 import sys
 import time
 
-SHARES = (["graphs", "ahead", "masked", "updated", "cached"], ["parity"], ["every"], ["adapters", "kernels"])
+SHARES = (
+    ["graphs", "ahead", "masked", "updated", "cached"],
+    ["parity"],
+    ["every"],
+    ["checked"],
+    ["adapters", "kernels"],
+)
 _MOST = 7.5 * 60  # seconds
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from sapwood import LLM, SamplingParams
+from sapwood.bench.run import free_memory
 
 from .shapes import QWEN3_8B
 
@@ -30,6 +32,17 @@ def must(holds: bool, what: str) -> None:
     if not holds:
         WRONG.append(what)
         say(f"WRONG {what}")
+
+
+@contextmanager
+def one_of_many(what: str) -> Iterator[None]:
+    """An error is wrong, and the others are looked at all the same."""
+    try:
+        yield
+    except Exception as error:
+        traceback.print_exc()
+        must(False, f"{what}: {type(error).__name__}: {error}")
+    free_memory()
 
 
 class Line(NamedTuple):

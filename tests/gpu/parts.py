@@ -12,6 +12,7 @@ from functools import partial
 from ..models import gpu_kernels
 from ..models.zoo import CONFIGS
 from . import same
+from .checked import checked
 from .kit import WRONG, must, say
 from .parity import parity
 
@@ -39,6 +40,7 @@ def check(names: list[str]) -> int:
     some = [name for name in ORDER if name in names]
     parts: dict[str, Callable[[], None]] = {
         **{name: getattr(same, name) for name in ("graphs", "ahead", "masked", "updated", "cached")},
+        "checked": partial(checked, some),
         "adapters": adapters,
         "parity": partial(parity, some or list(ORDER)),
         "every": partial(same.every, some or list(ORDER)),

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import transformers
 
+from sapwood.engine.recurrent import settle_time_steps
 from sapwood.engine.steps import Greedy
 
 from .zoo import CONFIGS
@@ -23,6 +24,7 @@ WIDER: dict[str, Any] = {
     "num_key_value_heads": 2,
     "vocab_size": 4096,
 }
+_FACTORS = {"short": (1.0, 2.5), "long": (2.0, 8.0)}
 CARD = os.environ.get("SAPWOOD_DEVICE", "cuda")
 
 
@@ -36,8 +38,19 @@ def wide_config(name: str) -> Any:
         given["head_dim"] = 64
     if "sliding_window" in given:
         given["sliding_window"] = 128
+    if "vocab_size_per_layer_input" in given:
+        given["vocab_size_per_layer_input"] = given["vocab_size"]
+    if name == "phi3":
+        given |= {"original_max_position_embeddings": 1024, "max_position_embeddings": 4096}
+        rope, half = given["rope_parameters"], given["hidden_size"] // given["num_attention_heads"] // 2
+        rotary = {f"{kind}_factor": np.linspace(*ends, half).tolist() for kind, ends in _FACTORS.items()}
+        given["rope_parameters"] = {**rope, **rotary, "original_max_position_embeddings": 1024}
+    if name == "gemma3-vision":
+        given["text_config"] = {**given["text_config"], **WIDER, "head_dim": 64, "sliding_window": 128}
     if name == "qwen3-next":
         given["mlp_only_layers"] = list(range(given["num_hidden_layers"]))  # where experts are chosen, bf16 drowns it
+    if name == "zamba2":
+        given |= {"n_mamba_heads": 16, "mamba_headdim": 64, "attention_hidden_size": 1024, "attention_head_dim": 128}
     if name == "bamba":
         given |= {"mamba_n_heads": 16, "mamba_d_head": 64}
     if name == "gemma2":
@@ -48,10 +61,11 @@ def wide_config(name: str) -> Any:
     return getattr(transformers, kind)(**given)
 
 
-def wide(name: str) -> Any:
+def wide(name: str, seed: int = 1) -> Any:
     """The same model each time."""
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(wide_config(name), dtype=torch.float32)
+    settle_time_steps(model)  # one rule for prompts and answers (docs/models.md)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

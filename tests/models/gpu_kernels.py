@@ -24,7 +24,7 @@ import torch
 from sapwood.cache import CacheGroup
 from sapwood.engine import PageLayout, PagePart
 from sapwood.engine.adapters import Adapter, Adapters, ReadRouting
-from sapwood.engine.lora_files import Pair
+from sapwood.engine.lora_layers import Pair
 from sapwood.engine.params import SamplingParams
 from sapwood.engine.patches import patch_for
 from sapwood.engine.sampling import Sampler

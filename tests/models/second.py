@@ -26,7 +26,7 @@ FLAGS: dict[str, Any] = {
 
 def serve(folder: str, store: str, prompts: list[list[int]], new: int, overlap: int) -> dict[str, Any]:
     params = SamplingParams(temperature=0, max_tokens=new)
-    with LLM(folder, store=store, overlap=overlap, **FLAGS) as llm:
+    with LLM(folder, store=store, store_patience=600, overlap=overlap, **FLAGS) as llm:
         outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in prompts], params, use_tqdm=False)
         return {
             "said": [output.outputs[0].token_ids for output in outputs],

@@ -15,7 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from sapwood.engine.adapters import Adapters, Routing, UnknownAdapter
+from sapwood.engine.adapters import Adapter, Adapters, Routing, UnknownAdapter
 from sapwood.engine.lora_files import AdapterError
 
 torch.set_num_threads(1)
@@ -208,6 +208,7 @@ class Lone:
         self.uploads: list[int] = []
         upload = self.adapters._upload
         self.adapters._upload = lambda slot, adapter: (self.uploads.append(slot), upload(slot, adapter))
+        self.read: dict[str, Adapter] = {}
 
     def pair(self, letter: str) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(ord(letter))
@@ -225,7 +226,9 @@ class Lone:
         return folder
 
     def load(self, letter: str) -> bytes:
-        return self.adapters.load(letter, self.folder(letter))
+        if letter not in self.read:
+            self.read[letter] = self.adapters.read(self.folder(letter))
+        return self.adapters.add(letter, self.read[letter])
 
     def begin(self, letters: str, digests: dict[str, bytes]) -> Routing | None:
         """A step with a row for each letter, "-" for the base model; row i has i + 1 tokens."""
@@ -467,7 +470,7 @@ def test_l08_identity_is_the_content(tmp_path):
     """One content under two names, from two folders, saved by other means, is one adapter: what is only told of an
     adapter does not count. Every byte of every tensor and everything that scales them does.
 
-    Mutation: `_digest` leaves out the scale, or B; or takes the tensors in the order of the file.
+    Mutation: `digest_heads` leaves out the scale; `_brought` leaves out B, or takes tensors in the order of the file.
     """
     model = model_of("llama")
     options = {"target_modules": ["q_proj", "k_proj"], "r": 2}
@@ -565,7 +568,7 @@ CONFIGS = [
     ({"target_modules": "q_proj("}, "target_modules=.*: must be a regular expression or a list"),
     ({"target_modules": [1]}, "target_modules=.*: must be a regular expression or a list"),
     ({"layers_to_transform": "all"}, "layers_to_transform='all': must be a layer or a list of layers"),
-    ({"layers_pattern": ["("]}, "layers_pattern=.*: must be a regular expression"),
+    ({"layers_pattern": ["("]}, "layers_pattern=.*: must be the name of a list of layers"),
     ({"use_rslora": "yes"}, "use_rslora='yes': must be true or false"),
     ({"r": 8}, rf"{Q} has lora_A \[4, 32\] and lora_B \[32, 4\], where \[8, 32\] and \[32, 8\] fit"),
     ({"target_modules": ["k_proj"]}, f"{Q} has tensors, but is no target of adapter_config.json"),
@@ -623,7 +626,7 @@ def copied(folder: Path, target: Path) -> Path:
 def test_a_config_that_is_refused(llama, tmp_path, change, message):
     """What the engine cannot do is refused by field, value and reason; so is what does not agree with the tensors.
 
-    Mutation: any line of `_REFUSED`, `_FIELDS`, `_config` or `_fit` is left out.
+    Mutation: any line of `_REFUSED`, `_FIELDS`, `config_of` or `fitted` is left out.
     """
     adapters, folder = llama
     folder = rewrite(copied(folder, tmp_path / "a"), lambda config: config.update(change))
@@ -634,7 +637,7 @@ def test_a_config_that_is_refused(llama, tmp_path, change, message):
 def test_tensors_that_are_refused(llama, tmp_path, change, message):
     """Every tensor must be one half of a pair that fits a module, and every target must have a pair.
 
-    Mutation: `_pairs` passes over what it does not know; `_host_copy` does not look at the values.
+    Mutation: `pairs_of` passes over what it does not know; `_host_copy` does not look at the values.
     """
     adapters, folder = llama
     refused(adapters, rewrite(copied(folder, tmp_path / "a"), tensors=change), message)
@@ -643,7 +646,7 @@ def test_tensors_that_are_refused(llama, tmp_path, change, message):
 def test_files_that_are_missing_or_broken(llama, tmp_path):
     """A clear error names the file. A pickle is never read.
 
-    Mutation: `_bytes` says of a pickle that it is missing; `_config` takes a list for an object.
+    Mutation: `Folder.open` says of a pickle that it is missing; `config_of` takes a list for an object.
     """
     adapters, whole = llama
     config, tensors = "adapter_config.json", "adapter_model.safetensors"
@@ -671,7 +674,8 @@ def test_an_adapter_for_another_model(tmp_path):
     """The first module that does not fit is named: other widths, more layers, fewer layers, other names; a rank above
     the highest; modules that adapters cannot change.
 
-    Mutation: `_fit` leaves out what is not in `_wrapped`; or wraps the output layer, or does not compare the ranks.
+    Mutation: `fitted` leaves out what is not in `linears`, or does not compare the ranks; `Adapters` wraps the output
+    layer.
     """
     model = model_of("llama")
     others = {
@@ -703,7 +707,7 @@ def test_experts_are_refused_and_the_rest_of_a_mixture_is_right(tmp_path):
     """Fused experts are no linear layers, and an expert of its own sees some tokens only; attention takes adapters as
     in any model.
 
-    Mutation: `_in_expert` is always false.
+    Mutation: `in_expert` is always false.
     """
     model = model_of("moe")
     model.set_experts_implementation("eager")

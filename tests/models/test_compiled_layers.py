@@ -178,8 +178,20 @@ def test_layers_are_found(name):
         pytest.skip("this version of transformers has none")
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config_of(name))
-    found = list(compiled.layers_of(model))
-    assert found == list((model.model if hasattr(model, "model") else model.backbone).layers)
+    found = compiled.layers_for_text(model)
+    inner = getattr(model, "model", None) or getattr(model, "backbone", None) or model.transformer
+    inner = getattr(inner, "language_model", inner)
+    assert found == list(inner.layers if hasattr(inner, "layers") else inner.h)
+
+
+def test_layers_are_found_where_the_decoder_is_something_else():
+    """Mutation: `layers_for_text` asks the decoder alone."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.AutoConfig.for_model("modernbert-decoder", vocab_size=96, pad_token_id=0, **sizes)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert not list(compiled.layers_of(model.get_decoder())), "its output layer"
+    assert compiled.layers_for_text(model) == list(model.model.layers)
 
 
 def test_the_flag_is_yes_or_no():

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from sapwood.engine import steps
+from sapwood.engine.gathered import GatheringCache
 from sapwood.engine.llm import LLM
 from sapwood.engine.model_files import ModelError
 from sapwood.engine.params import SamplingParams
@@ -62,7 +63,7 @@ def test_l20_new_weights_match_nothing_older(folder, tmp_path):
     tokens = prompt(1, 60)
     right = {"old": answer("llama", tokens, 8), "new": says(new, tokens, 8)}
     assert right["old"] != right["new"]
-    flags = {"host_cache": "4MiB", "store": f"file://{tmp_path}/store?size=1GiB"}
+    flags = {"host_cache": "4MiB", "store": f"file://{tmp_path}/store?size=1GiB", "store_patience": 600}
     with open_llm(folder, **flags) as llm:
         assert said(llm.generate(ids(tokens), GREEDY, use_tqdm=False)) == [right["old"]]
         llm.update_weights(str(tmp_path / "new"))
@@ -232,6 +233,33 @@ def test_a_step_that_memory_does_not_suffice_for_is_tried_smaller(name, tmp_path
         llm.generate(ids(prompts[0]), GREEDY, use_tqdm=False)
         assert llm.engine.executor.most >= 64, "what took the memory is over"
     assert (name in STATEFUL) == (name == "bamba")
+
+
+def test_a_model_that_attends_by_itself_takes_no_more_memory_than_it_may(tmp_path, monkeypatch):
+    """Every token is multiplied with the keys of every row: rows come in pieces whose scores are not too many, with the
+    same answers and scores.
+
+    Mutation: `ModelExecutor._largest` gives `most`.
+    """
+    model_of("gptj").save_pretrained(tmp_path)
+    prompts = [prompt(n, 30 + n) for n in range(5)]
+    most, asked, inner = 4 * 20 * 160, [], GatheringCache.mask
+
+    def mask(self: Any, dtype: Any) -> Any:
+        asked.append(inner(self, dtype))
+        return asked[-1]
+
+    monkeypatch.setattr(GatheringCache, "mask", mask)
+    monkeypatch.setattr(steps, "_GATHERED", most)
+    with open_llm(tmp_path, max_num_batched_tokens=200) as llm:
+        outputs = llm.generate([*map(ids, prompts)], replace(GREEDY, prompt_logprobs=0), use_tqdm=False)
+    assert said(outputs) == [answer("gptj", tokens, 8) for tokens in prompts]
+    assert most / 4 < max(4 * each.numel() for each in asked) <= most
+    for output, tokens in zip(outputs, prompts, strict=True):
+        told = [output.prompt_logprobs[at][tokens[at]].logprob for at in range(1, len(tokens))]
+        with torch.no_grad():
+            right = model_of("gptj")(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        assert np.allclose(told, right[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0], atol=1e-3)
 
 
 def test_a_step_that_never_fits_fails_its_request_and_no_other(folder, monkeypatch):

@@ -23,6 +23,7 @@ from sapwood.engine.packing import Sizes
 from sapwood.engine.params import SamplingParams
 from sapwood.engine.pieces import pieces
 
+from ..ages import age
 from .zoo import build, prompt, torch
 
 if torch.cuda.is_available():
@@ -40,8 +41,11 @@ PARAMS = [
 ]
 
 
-def answers(folder: Any, overlap: int, fails: bool = False) -> list[Any]:
+def answers(folder: Any, overlap: int, fails: bool = False, at: int = 0) -> list[Any]:
+    """`at`: how far the engine has counted before."""
     with LLM(str(folder), overlap=overlap, **FLAGS) as llm:
+        if at:
+            age(llm.engine.scheduler, at)
         if fails:
             begin, steps = llm.engine.executor.begin, iter(range(100))
 
@@ -89,6 +93,18 @@ def test_the_same_as_the_other_executor(name, tmp_path, monkeypatch):
         monkeypatch.setattr(gpu_steps, "pieces", lambda *given: steps.append(len(found := pieces(*given))) or found)
         assert [tokens for tokens, *_ in answers(tmp_path, 0)] == [tokens for tokens, *_ in right]
         assert {*steps} == {1, 2}
+
+
+def test_S16_steps_pass_what_31_bits_hold(tmp_path, monkeypatch):
+    """Kernels are given places, slots and tokens, never the number of a step: however many there were before, the
+    answers are the same.
+
+    Mutation: `Decoding.shown` adds `np.int32(self.planned)`.
+    """
+    build("qwen3", torch.float32).save_pretrained(tmp_path)
+    monkeypatch.setattr(core, "has_kernels", lambda device, dtype: True)
+    young = answers(tmp_path, 1)
+    assert same(answers(tmp_path, 1, at=2**31 - 2), young)
 
 
 def test_there_is_a_size_for_every_step():

@@ -13,7 +13,7 @@ from sapwood.cache import CacheGroup
 from sapwood.engine.adapters import Adapters, ReadRouting, Routing
 from sapwood.engine.attention import FoldedAttention, rows_of
 from sapwood.engine.latents import page_latents
-from sapwood.engine.lora_files import Pair
+from sapwood.engine.lora_layers import Pair
 from sapwood.engine.model import Flat, ServedModel
 from sapwood.engine.transfer_torch import TorchArena
 
@@ -250,7 +250,7 @@ def test_adapters_of_latents_are_read_from_the_device():
     Mutation: `ReadRouting.of` is true for slot 0 too; `Wrapped.present` leaves out the last slot.
     """
     model = build("deepseek-v3", torch.float32)
-    (latent, *_) = page_latents(model).values()
+    (latent, *_) = page_latents(model)
     adapters = Adapters(model, 3, 4)
     wrapped: Any = latent._up.forward
     random = torch.Generator().manual_seed(5)

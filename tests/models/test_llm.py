@@ -156,13 +156,13 @@ def test_t10_a_store_serves_the_next_engine(folder, tmp_path):
     """
     uri = f"file://{tmp_path}/store?size=1GiB"
     tokens = prompt(1, 60)
-    with open_llm(folder, host_cache="4MiB", store=uri) as llm:
+    with open_llm(folder, host_cache="4MiB", store=uri, store_patience=600) as llm:
         llm.generate(ids(tokens), GREEDY, use_tqdm=False)
-    with open_llm(folder, host_cache="4MiB", store=uri) as llm:
+    with open_llm(folder, host_cache="4MiB", store=uri, store_patience=600) as llm:
         (output,) = llm.generate(ids(tokens), GREEDY, use_tqdm=False)
         assert output.num_cached_tokens >= 56 and said([output]) == [answer("llama", tokens, 8)]
         assert output.miss is None, "the store had it"
-    with open_llm(folder, host_cache="4MiB", store=uri, dtype="float32") as llm:
+    with open_llm(folder, host_cache="4MiB", store=uri, store_patience=600, dtype="float32") as llm:
         assert llm.generate(ids(tokens), GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
 
 
@@ -237,6 +237,20 @@ def test_flags_we_do_not_have_are_refused_by_name(flag, value, says):
     with pytest.raises(ValueError, match=says):
         from_flags(None, {flag: value})
     assert from_flags("m", {"tensor_parallel_size": 1, "block_size": 32}) == EngineConfig(model="m", page_size=32)
+
+
+def test_S18_how_many_logprobs_an_engine_tells(folder):
+    """As many as it was opened for, of each token said and of each of the prompt, best first; one more is refused.
+
+    Mutation: the sampler or `_score` tells 20; `_checked` does not look at `max_logprobs`.
+    """
+    asked = SamplingParams(temperature=0, max_tokens=3, logprobs=30, prompt_logprobs=30)
+    with open_llm(folder, max_logprobs=30) as llm:
+        (done,) = llm.generate(ids(prompt(1, 9)), asked, use_tqdm=False)
+        found = [*done.outputs[0].logprobs, *done.prompt_logprobs[1:]]
+        assert all(sorted(each.rank for each in one.values())[:30] == list(range(1, 31)) for one in found)
+        with pytest.raises(Refused, match=r"prompt_logprobs may be 30 here \(max_logprobs\), got 31"):
+            llm.generate(ids(prompt(1, 9)), SamplingParams(prompt_logprobs=31), use_tqdm=False)
 
 
 def test_importing_sapwood_imports_nothing_heavy():

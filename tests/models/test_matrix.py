@@ -125,7 +125,7 @@ def from_another_process(tmp_path_factory: Any) -> dict[str, Any]:
         serve(**jobs[-1])
     (where / "jobs.json").write_text(json.dumps(jobs))
     command = [sys.executable, "-m", "tests.models.second", str(where / "jobs.json")]
-    other = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    other = subprocess.run(command, capture_output=True, text=True, timeout=3600, check=False)
     assert other.returncode == 0, other.stderr[-2000:]
     return {
         name: (job["prompts"], found)

@@ -520,9 +520,9 @@ def test_logprobs_are_those_of_the_model():
         assert best[done.logprobs.rank[at].item() - 1] == token
         assert done.logprobs.ids[at].tolist() == best[:20].tolist()
         assert done.logprobs.values[at].tolist() == pytest.approx(expected[row, best[:20]].tolist(), abs=1e-5)
-    prompt = logprobs_of(logits, torch.tensor([4, 5, 6]), True)
+    prompt = logprobs_of(logits, torch.tensor([4, 5, 6]), 20)
     assert prompt.chosen.tolist() == pytest.approx([expected[i, 4 + i] for i in range(3)], abs=1e-5)
-    assert logprobs_of(logits, torch.tensor([4, 5, 6]), False).ids.shape == (3, 0)
+    assert logprobs_of(logits, torch.tensor([4, 5, 6]), 0).ids.shape == (3, 0)
 
 
 def test_mistakes_of_the_caller_are_named():

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.server.kit import Running
+from sapwood.engine.lora_process import AT_ONCE
+from tests.server.kit import Running, alive, until
 
+from .hung_adapters import Hung
 from .zoo import answer, build, prompt
 
 peft = pytest.importorskip("peft", reason="peft is not installed: it makes the adapters of these tests")
@@ -106,6 +114,88 @@ def _body(model: str) -> dict:
     }
 
 
+def children(pid: int) -> list[int]:
+    """Processes that a process has started and that are there."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def test_S19_adapters_that_hang_hold_up_nobody(places, tmp_path):
+    """As many adapters hang as may be read at a time. Streams begin and end meanwhile, an adapter that was there is
+    used, health is well, and one more is told to come again. One whose files come after all is loaded; and a stop
+    leaves none of the processes.
+
+    Mutation: `Answers` has one thread; `Engine.close` does not close adapters.
+    """
+    folder, roots, right = places
+    root = tmp_path / "root"
+    shutil.copytree(roots, root)
+    hung = [Hung(shutil.copytree(roots / "a0", root / f"hung{n}")) for n in range(AT_ONCE)]
+    flags = {"model": str(folder), "device": "cpu", "dtype": "float64", "device_cache": "8MiB", "max_num_seqs": 8}
+    flags |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "lora_seconds": 500, "progress": False}
+    factory = ("--factory", "tests.models.hung_model:patient", "--factory-flags", json.dumps(flags))
+    server = Running(*factory, "--served-model-name", "base", "--lora-root", str(root), "--drain-seconds", "0.1")
+    try:
+        server.ready()
+        assert load(server, "a0").status == 200
+        body = {"prompt": TOKENS, "max_tokens": 40, "ignore_eos": True}
+        loads = []
+        for at, each in enumerate(hung):
+            loads.append(server.stream_later(LOAD, {"lora_name": f"hung{at}", "lora_path": each.folder.name}))
+            each.end = each.reached()
+            events = [*server.stream("/v1/completions", body).events()]
+            assert events[-1] == "[DONE]" and events[-2]["choices"][0]["finish_reason"] == "length"
+            assert ids(said(server, "a0")) == right["a0"] and server.get("/health").status == 200
+        busy = load(server, "a1")
+        assert busy.status == 503 and busy.headers["retry-after"] and "are being" in busy.error["message"]
+        assert busy.error["code"] == "adapters_busy"
+        assert ids(said(server)) == right["base"]
+        os.close(hung[0].end)
+        assert loads[0].answer().status == 200 and ids(said(server, "hung0")) == right["a0"]
+        assert load(server, "a1").status == 200 and ids(said(server, "a1")) == right["a1"]
+        readers = children(server.engine())
+        assert len(readers) == AT_ONCE - 1
+        assert server.stop() == 0
+        assert not any(alive(pid) for pid in readers)
+    finally:
+        server.kill()
+
+
+LOAD = "/v1/load_lora_adapter"
+
+
+def load(server: Running, name: str):
+    return server.post(LOAD, {"lora_name": name, "lora_path": name})
+
+
+def test_S19_an_adapter_that_is_not_read_in_time(places, tmp_path):
+    """It is a 504, and a good one is loaded after it. A pattern that would take for ever is a 400.
+
+    Mutation: `_refusal` names no problem; `EngineLink.load_adapter` waits for less than the engine.
+    """
+    folder, roots, right = places
+    root = tmp_path / "root"
+    shutil.copytree(roots, root)
+    Hung(shutil.copytree(roots / "a0", root / "hung"))
+    bomb = shutil.copytree(roots / "a0", root / "bomb") / "adapter_config.json"
+    bomb.write_text(json.dumps(json.loads(bomb.read_text()) | {"rank_pattern": {"(.*a)*(.*b)*$": 4}}))
+    flags = {"model": str(folder), "device": "cpu", "dtype": "float64", "device_cache": "8MiB", "max_num_seqs": 8}
+    flags |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "lora_seconds": 500, "progress": False}
+    factory = ("--factory", "tests.models.hung_model:impatient", "--factory-flags", json.dumps(flags))
+    server = Running(*factory, "--served-model-name", "base", "--lora-root", str(root))
+    try:
+        server.ready()
+        late = load(server, "hung")
+        assert late.status == 504 and "it was not read within 0.5 seconds (lora_seconds)" in late.error["message"]
+        assert (late.error["code"], late.error["param"]) == ("adapter_timeout", "lora_path")
+        refused = load(server, "bomb")
+        assert refused.status == 400 and "rank_pattern=" in refused.error["message"]
+        assert load(server, "a1").status == 200 and ids(said(server, "a1")) == right["a1"]
+        assert not children(server.engine())
+    finally:
+        server.kill()
+
+
 def test_L19_without_enable_lora(places):
     """It starts and serves, and adapters are refused.
 
@@ -128,25 +218,50 @@ def test_L19_without_enable_lora(places):
         server.kill()
 
 
-def test_M05_what_the_next_server_finds(places, tmp_path):
-    """Computed by one server, found by the next in the store: usage says how much, and the tokens are the same.
+@contextlib.contextmanager
+def servers_told(servers: list[Running]) -> Iterator[None]:
+    """If what follows fails: the log of each of these servers, and the figures of those that still run. They end."""
+    try:
+        yield
+    except BaseException:
+        for number, server in enumerate(servers, 1):
+            print(f"---- server {number}\n" + "\n".join(server.lines))  # noqa: T201
+            with contextlib.suppress(Exception):
+                print(server.get("/cache/stats").body.decode())  # noqa: T201
+        raise
+    finally:
+        for server in servers:
+            server.kill()
 
-    Mutation: `Begun` counts what was fetched as on the device; the engine ends before it has written to the store.
+
+def figures(server: Running) -> dict:
+    return server.get("/cache/stats").json
+
+
+def all_is_backed_up(server: Running) -> bool:
+    stats = figures(server)
+    return (
+        stats["tiers"]["pages_backed_up"] >= 10
+        and not stats["transfers"]
+        and not (stats["store"]["backing"] or stats["store"]["owed"] or stats["tiers"]["under_way"])
+    )
+
+
+def test_M05_what_the_next_server_finds(places, tmp_path):
+    """Computed by one server, found by the next in the store: usage says how much, and the tokens are the same. However
+    slow the machine is: requests here wait for the store, and the first server has written all before it ends.
+
+    Mutation: `Begun` counts what was fetched as on the device; `_join` forgets `store_patience`.
     """
     folder, _, right = places
     store = f"file://{tmp_path}/store?size=64MiB"
-    cached = []
-    for _ in range(2):
-        server = Running(str(folder), *FLAGS, "--store", store, "--page-size", "4")
-        try:
+    flags = (str(folder), *FLAGS, "--store", store, "--store-patience", "600", "--page-size", "4")
+    cached, servers = [], []
+    with servers_told(servers):
+        for number in range(2):
+            servers.append(server := Running(*flags))
             server.ready()
             told = said(server, cache_report=True)
-            for _ in range(4):
-                if not server.get("/cache/stats").json["store"]["late"]:
-                    break
-                server.kill()  # a slow machine, which computes instead: once more
-                server = Running(str(folder), *FLAGS, "--store", store, "--page-size", "4").ready()
-                told = said(server, cache_report=True)
             assert ids(told) == right["base"]
             cached.append(told.json["cache"])
             usage = told.json["usage"]
@@ -155,8 +270,41 @@ def test_M05_what_the_next_server_finds(places, tmp_path):
             assert stream.status == 404, "the model has another name here"
             again = said(server, cache_report=True).json["cache"]
             assert again["device"] == again["cached_tokens"] == 39
+            if number == 0:
+                until(lambda: all_is_backed_up(server))
+            else:
+                assert figures(server)["store"]["hits"] == 1
+                assert cached[1]["store"] == cached[1]["cached_tokens"] >= 36 and cached[1]["miss"] is None
             assert server.stop() == 0
+        assert cached[0]["cached_tokens"] == 0 and cached[0]["miss"]["reason"] == "empty"
+
+
+def test_M05_a_store_that_is_late_is_asked_again(places, tmp_path):
+    """Its process stands still, as on a machine that is too busy: the prompt is computed, and that is counted. When it
+    goes on, the next request finds there what the first has left.
+
+    Mutation: `_look_up` waits without `patience`; a lookup that was late is never asked again.
+    """
+    folder, _, right = places
+    store = f"file://{tmp_path}/store?size=64MiB"
+    servers = [server := Running(str(folder), *FLAGS, "--store", store, "--page-size", "4")]
+    with servers_told(servers):
+        server.ready()
+        said(server)
+        until(lambda: all_is_backed_up(server))
+
+        def asked_anew() -> dict:
+            assert server.post("/reset_prefix_cache", {}).status == 200
+            told = said(server, cache_report=True)
+            assert ids(told) == right["base"]
+            return told.json["cache"]
+
+        before = figures(server)["tiers"]["store"]["timeout"]
+        process = server.store()
+        os.kill(process, signal.SIGSTOP)
+        try:
+            assert asked_anew()["cached_tokens"] == 0
+            assert figures(server)["tiers"]["store"]["timeout"] > before
         finally:
-            server.kill()
-    assert cached[0]["cached_tokens"] == 0 and cached[0]["miss"]["reason"] == "empty"
-    assert cached[1]["store"] == cached[1]["cached_tokens"] >= 36 and cached[1]["miss"] is None
+            os.kill(process, signal.SIGCONT)
+        until(lambda: asked_anew()["store"] == 39)

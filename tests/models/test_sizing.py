@@ -6,7 +6,7 @@ import pytest
 
 from sapwood.engine.arena import PageLayout, PagePart
 from sapwood.engine.remembers import Remembered
-from sapwood.engine.sizing import SLOTS, size, told
+from sapwood.engine.sizing import SLOTS, contexts, resident_pages, size, told
 
 from .zoo import torch
 
@@ -45,7 +45,9 @@ def test_all_memory_is_given_out_and_no_more(layout, mib):
     assert used <= mib * MIB
     assert used >= 0.97 * mib * MIB - sum(g.page_bytes for g in sized.groups)
     assert [g.name for g in sized.groups] == [g.name for g in remembered]
-    assert len(told(sized, PAGE)) == len(sized.groups) + len(sized.notes)
+    assert len(told(sized, PAGE)) == len(sized.groups) + 1 + len(sized.notes)
+    assert len(told(sized, PAGE, 1 << 40)) == len(sized.groups) + 2 + len(sized.notes)
+    assert contexts(sized.groups, "device", 1024, PAGE) > 0
 
 
 def test_slots_of_a_hybrid():
@@ -67,15 +69,60 @@ def test_slots_of_a_hybrid():
     assert (tight.max_num_seqs + 2) * 8 <= 500
 
 
-def test_windows_get_twice_what_rows_read():
-    """And no more than their contexts have.
+@pytest.mark.parametrize("tier", ["device", "host"])
+@pytest.mark.parametrize("page_bytes", [16 * 1024, 64 * 1024, 320 * 1024])
+def test_windows_lose_as_little_for_short_contexts_as_for_long_ones(tier, page_bytes):
+    """Whatever a page of each costs: with contexts of 1,024 tokens as with those of 16,384 the same part, more than six
+    tenths, of those fit that would if memory were divided for them alone; on host as on the device.
 
-    Mutation: `size` gives windows what the full group should have.
+    Mutation: `_share_of_windows` is that of one of the two; `size` divides host memory as the device's is.
     """
-    sized = size([FULL, WINDOW], 20000 * MIB, PAGE, 8, 32768, 0, 2048)
-    assert sized.groups[1].device_pages == 2 * 8 * (512 // PAGE + 2) + 2048 // PAGE
-    short = size([FULL, WINDOW], 20000 * MIB, PAGE, 8, 64, 0, 2048)
-    assert short.groups[1].device_pages == 2 * 8 * 4 + 2
+    window = group("window", page_bytes, 512)
+    nbytes = 20000 * MIB
+    host = nbytes if tier == "host" else 0
+    sized = size([FULL, window], nbytes, PAGE, 8, 32768, host, 2048)
+    parts = []
+    for length in (1024, 16384):
+        need = [resident_pages(g.family, g.window, length, PAGE) * g.layout.page_bytes for g in (FULL, window)]
+        parts.append(contexts(sized.groups, tier, length, PAGE) / (nbytes / sum(need)))
+    assert min(parts) > 0.6 and abs(parts[0] - parts[1]) < 0.03, parts
+
+
+def test_room_is_told_in_contexts_for_each_tier():
+    """Mutation: `contexts` forgets the windows; `told` leaves out a tier."""
+    sized = size([FULL, WINDOW], 1000 * MIB, PAGE, 8, 32768, 2000 * MIB, 2048)
+    lines = [line for line in told(sized, PAGE, 4000 * MIB) if line.startswith("contexts")]
+    each = 1024 // PAGE * (FULL.layout.page_bytes + WINDOW.layout.page_bytes)
+    assert [line.partition(": ")[2].rpartition(" or ")[0] for line in lines] == [
+        f"on the device {contexts(sized.groups, 'device', 1024, PAGE)} of 1,024 tokens",
+        f"on host {contexts(sized.groups, 'host', 1024, PAGE)} of 1,024 tokens",
+        f"in the store {4000 * MIB // each} of 1,024 tokens",
+    ]
+    assert contexts(sized.groups, "host", 1024, PAGE) == sized.groups[1].host_pages // (1024 // PAGE)
+
+
+def test_windows_of_rows_that_run():
+    """Where memory is short windows have what rows read, and a chunk; but no more than half of it.
+
+    Mutation: `_divided` leaves `busy` out, or gives it all.
+    """
+    sized = size([FULL, WINDOW], 100 * MIB, PAGE, 8, 32768, 0, 2048)
+    assert sized.groups[1].device_pages >= 8 * (512 // PAGE + 2) + 2048 // PAGE
+    many = size([FULL, WINDOW], 100 * MIB, PAGE, 64, 32768, 0, 2048)
+    full, window = (g.device_pages * g.page_bytes for g in many.groups)
+    assert 0.45 < window / (full + window) <= 0.5 or window < 40 * MIB
+
+
+def test_a_host_too_small_for_a_context_is_said():
+    """And one that has room for a window at least keeps that.
+
+    Mutation: `size` adds no note; windows get their share of a small host alone.
+    """
+    sized = size([FULL, WINDOW], 2000 * MIB, PAGE, 8, 32768, 3 * MIB)
+    assert sized.groups[1].host_pages >= 512 // PAGE + 1
+    assert "have no room for one context of 1,024 tokens" in sized.notes[-1]
+    with pytest.raises(ValueError, match="host memory for the cache are too little"):
+        size([FULL, STATE], 2000 * MIB, PAGE, 8, 32768, 8 * MIB)
 
 
 def test_a_context_that_does_not_fit_is_lowered_and_too_little_is_refused():

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from sapwood.engine import weights
 from sapwood.engine.model_files import ModelError
+from sapwood.engine.remembers import Unsupported
 from sapwood.engine.weights import find_model, load_model
 
 from .model_kit import logits, saved, tiny
@@ -233,7 +234,7 @@ def test_quantised_checkpoints_are_refused(folder):
 def test_folders_that_are_something_else(folder):
     """An adapter, a model that does not write, weights that transformers would take from elsewhere.
 
-    Mutation: `config_in` does not look for adapter_config.json.
+    Mutation: `config_in` does not look for adapter_config.json; `_config` says of T5 that it does not write.
     """
     (folder / "adapter_config.json").write_text("{}")
     refused(folder, "holds an adapter")
@@ -241,7 +242,10 @@ def test_folders_that_are_something_else(folder):
     edit(folder / "config.json", transformers_weights="other.safetensors")
     refused(folder, "transformers_weights")
     edit(folder / "config.json", transformers_weights=None, model_type="clip")
-    refused(folder, "a clip model does not generate text")
+    refused(folder, "no class for a clip model that generates text")
+    edit(folder / "config.json", model_type="t5")
+    with pytest.raises(Unsupported, match="t5 cannot be served yet: it has an encoder"):
+        load(folder)
     edit(folder / "config.json", model_type="llama")
     shutil.copy(folder / "model.safetensors", folder / "shard-00000-model-00001-of-00001.safetensors")
     refused(folder, "shard-00000-model-00001-of-00001.safetensors", "divided by rank")

@@ -80,6 +80,101 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mamba": ("MambaConfig", {**_PURE_MAMBA, "state_size": 8}),
     "deepseek-v3": ("DeepseekV3Config", {**_LATENT, **_ROUTED}),
+    # a block of attention that stands in several layers, between Mamba 2
+    "zamba2": (
+        "Zamba2Config",
+        {
+            "num_hidden_layers": 4,
+            "layers_block_type": ["linear_attention", "hybrid"] * 2,
+            "num_mem_blocks": 1,
+            "num_key_value_heads": 4,
+            "attention_head_dim": 32,
+            "attention_hidden_size": 128,
+            "mamba_d_state": 8,
+            "mamba_ngroups": 1,
+            "n_mamba_heads": 8,
+            "mamba_headdim": 16,
+            "chunk_size": 8,
+            "adapter_rank": 8,
+        },
+    ),
+    "nemotron-h": (
+        "NemotronHConfig",
+        {
+            "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
+            "head_dim": 16,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            "n_groups": 1,
+            "chunk_size": 8,
+        },
+    ),
+    # layers that attend twice
+    "diffllama": ("DiffLlamaConfig", {"num_hidden_layers": 2, "head_dim": 16}),
+    # layers that attend by themselves
+    "falcon": ("FalconConfig", {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "gptj": ("GPTJConfig", {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_inner": 96}),
+    # layers that read the K and V of others
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 9,
+            "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
+            "num_kv_shared_layers": 2,
+            "head_dim": 16,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "laurel_rank": 8,
+        },
+    ),
+    "gemma4": (
+        "Gemma4TextConfig",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 9,
+            "num_kv_shared_layers": 2,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCABULARY,
+        },
+    ),
+    # a model that takes images, for text alone
+    "gemma3-vision": (
+        "Gemma3Config",
+        {
+            "text_config": {**_BASE, "head_dim": 16, "sliding_window": 9, "num_hidden_layers": 6},
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+            },
+            "mm_tokens_per_image": 4,
+            "tie_word_embeddings": False,
+        },
+    ),
+    # other frequencies beyond the context that it was first trained for
+    "phi3": (
+        "Phi3Config",
+        {
+            "original_max_position_embeddings": 128,
+            "max_position_embeddings": 512,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.7, 2.0, 2.5],
+                "long_factor": [2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0],
+                "original_max_position_embeddings": 128,
+            },
+        },
+    ),
 }
 _YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
 # Latent attention as others have it: tested in test_latents.py alone.
@@ -133,8 +228,12 @@ LATENT: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-each_model = pytest.mark.parametrize("name", CONFIGS)
-STATEFUL = ("bamba", "falcon-h1", "qwen3-next", "lfm2", "mamba2", "mamba")
+# Kinds of which another stands for all but the plainest tests in `make test`.
+LATER = ("nemotron-h", "diffllama", "gptj", "gemma3n", "gemma4", "gemma3-vision", "phi3")
+each_model = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in LATER else name for name in CONFIGS]
+)
+STATEFUL = ("bamba", "falcon-h1", "qwen3-next", "lfm2", "mamba2", "mamba", "zamba2", "nemotron-h")
 
 
 def config_of(name: str, **more: Any) -> Any:

@@ -14,12 +14,23 @@ PAGE = 4
 
 
 class Shop(Run):
-    """Pages of 4 tokens, a lookup is worth it from 2 pages on. Transfers arrive when the test says so."""
+    """Pages of 4 tokens, a lookup is worth it from 2 pages on. Transfers arrive when the test says so. `windows`: host
+    pages of groups that slide."""
 
     def __init__(
-        self, layout: str = "full", pages: int = 40, host: int = 40, depot: Depot | None = None, page=PAGE, **config
+        self,
+        layout: str = "full",
+        pages: int = 40,
+        host: int = 40,
+        depot: Depot | None = None,
+        page=PAGE,
+        windows: int = 0,
+        **config,
     ) -> None:
-        groups = [replace(group, host_pages=host) for group in groups_of(layout, page, pages, slots=20)]
+        groups = [
+            replace(group, host_pages=windows or host if group.family == "window" else host)
+            for group in groups_of(layout, page, pages, slots=20)
+        ]
         config.setdefault("prefetch_threshold", 2)
         super().__init__(*groups, page=page, store=True, **config)
         self.depot = depot if depot is not None else Depot()

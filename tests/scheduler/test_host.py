@@ -1,5 +1,5 @@
 """The second tier through the scheduler: written to host, lost on the device, loaded back (cases T01, T11, T15, T18,
-L18, F07)."""
+L18, F07, F20)."""
 
 from __future__ import annotations
 
@@ -96,6 +96,37 @@ def test_t01_what_the_device_has_lost_is_loaded_from_host(layout, policy):
     again = run.run("again", 1)
     assert again.cached >= 36 and again.computed == 40 - again.cached and again.recomputed == 0
     assert run.moved["loads"] == before + 1
+
+
+@each_policy
+def test_f20_a_host_with_less_room_than_a_prompt_has_pages_in_a_window_group(policy):
+    """Seven prompts of 40 pages, and host has 36 pages of windows of 3: each is loaded from there when the device has
+    lost it, and no save was left out.
+
+    Mutation: `_to_save_of_windows` wants every page, however little it is worth.
+    """
+    groups = [CacheGroup("full", "full", 64, 400), CacheGroup("window", "window", 64, 36, 9)]
+    run = Hosted(groups, policy)
+    for seed in range(7):
+        assert run.run(f"first {seed}", seed, 160).cached == 0
+    before = run.moved["loads"]
+    for seed in range(6):
+        assert run.run(f"again {seed}", seed, 160).cached == 159
+    assert run.moved["loads"] == before + 6 and run.moved["saves_skipped"] == 0
+
+
+@each_policy
+def test_f20_a_host_without_room_for_a_window_is_counted(policy):
+    """Nothing could be served from such a host, so nothing is saved there; each page is counted, and answers are right.
+
+    Mutation: `begin_save` saves what fits of some groups; or counts nothing.
+    """
+    run = Hosted([CacheGroup("full", "full", 64, 400), CacheGroup("window", "window", 64, 2, 9)], policy)
+    for n in range(2):
+        for seed in range(3):
+            assert run.run(f"{n} {seed}", seed, 160).cached == 0
+    assert run.moved["saves"] == run.moved["loads"] == 0
+    assert run.moved["saves_skipped"] >= 2 and run.moved["pages_skipped"] >= 2 * 40
 
 
 @pytest.mark.attack

@@ -1,5 +1,5 @@
 """Stories of a store behind the scheduler: lookups, fetches, backups and their deadlines (cases T02-T08, T13, T15, T18,
-T19, S11)."""
+T19, S11, F20)."""
 
 from __future__ import annotations
 
@@ -67,6 +67,24 @@ def test_t02_what_the_store_has_is_fetched_and_loaded(layout):
     assert (row.start, row.length, row.cached) == (24, 1, 24)
     shop.see_to("ann")
     assert shop.ended["ann"].cached == 24 and shop.ended["ann"].computed == 1
+    shop.close()
+
+
+@each_layout
+def test_f20_what_a_small_host_let_through_is_found_in_the_store(layout):
+    """Host has a quarter of the pages of a prompt in groups that slide: the store gets it all the same, through one
+    host and into another.
+
+    Mutation: `_to_save_of_windows` wants every page, however little it is worth; `Stored._where` fetches all of them.
+    """
+    prompt, small = toks(1, 32 * PAGE + 1), {"pages": 80, "windows": 8}
+    shop = Shop(layout, **small)
+    shop.serve("maker", prompt)
+    assert shop.cache.stats()["transfers"]["saves_skipped"] == 0
+    shop.close()
+    shop = Shop(layout, depot=shop.depot, **small)
+    assert shop.serve("ann", prompt).cached == 32 * PAGE
+    assert shop.cache.stats()["transfers"]["fetches"] == 1
     shop.close()
 
 

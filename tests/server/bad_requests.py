@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from sapwood.server import unserved
+
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
+INPUT_TOKENS = "/v1/responses/input_tokens"
 TOKENIZE, DETOKENIZE, EXPLAIN, TREE = "/tokenize", "/detokenize", "/cache/explain", "/cache/tree"
 LOAD, UNLOAD, RESET = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/reset_prefix_cache"
 VOCABULARY = 49152
 BIG = 10**400
 DEEP = 100_000
-ADMIN = {"Authorization": "Bearer root"}
+JSON = {"Content-Type": "application/json"}
+ADMIN = {"Authorization": "Bearer root", **JSON}
 
 USER = [{"role": "user", "content": "hi"}]
 GOOD: dict[str, dict[str, Any]] = {
     CHAT: {"messages": USER, "max_tokens": 2},
     COMPLETIONS: {"prompt": "hi", "max_tokens": 2},
     RESPONSES: {"input": "hi", "max_output_tokens": 2},
+    INPUT_TOKENS: {"input": "hi"},
     MESSAGES: {"messages": USER, "max_tokens": 2},
     COUNT: {"messages": USER},
     TOKENIZE: {"prompt": "hi"},
@@ -37,8 +43,8 @@ class Bad(NamedTuple):
     param: str | None = None  # how the field that is wrong begins; None: no matter
     status: int = 400
     method: str = "POST"
-    headers: dict[str, str] = {"Content-Type": "application/json"}  # noqa: RUF012
-    seconds: float = 1.0  # that the answer may take
+    headers: dict[str, str] = JSON
+    seconds: float = 1.0  # of a processor that the answer may cost
 
 
 def with_(path: str, **fields: Any) -> Callable[[], bytes]:
@@ -88,7 +94,7 @@ NOTHING = {
 def nothing() -> Iterator[Bad]:
     for path in GOOD:
         for name in ("empty", "null", "a list", "no field", "brackets"):
-            yield Bad(f"{path} {name}", path, raw(NOTHING[name]))
+            yield Bad(f"{path} {name}", path, raw(NOTHING[name]), headers=ADMIN if path in (LOAD, UNLOAD) else JSON)
     for name, body in NOTHING.items():
         if name not in ("empty", "null", "a list", "no field", "brackets"):
             yield Bad(f"{COMPLETIONS} {name}", COMPLETIONS, raw(body))
@@ -131,6 +137,7 @@ NUMBER_FIELDS = {
     "min_tokens": ("-1", "3", "1e3"),
     "priority": (str(2**31), str(2**63)),
     "truncate_prompt_tokens": ("0", "-2"),
+    "prompt_logprobs": ("-1", "21", "1.5"),
 }
 
 
@@ -185,15 +192,36 @@ def texts() -> Iterator[Bad]:
         "logprobs": "all",
         "include_stop_str_in_output": 0,
         "return_token_ids": "x",
+        "return_tokens_as_token_ids": 1,
+        "truncation_side": "middle",
+        "parallel_tool_calls": "no",
+        "verbosity": "low",
+        "regex": 5,
+        "ebnf": ["root"],
+        "grammar": {},
+        "json_schema": "{",
+        "documents": [{"text": "a page"}],
         "request_id": {},
     }.items():
-        yield Bad(f"{CHAT} {field}={value!r}", CHAT, with_(CHAT, **{field: value}), field)
+        yield Bad(f"{CHAT} {field}={value!r:.40}", CHAT, with_(CHAT, **{field: value}), field)
+    for side in (5, "", "LEFT", ["left"]):
+        given = with_(COMPLETIONS, truncate_prompt_tokens=1, truncation_side=side)
+        yield Bad(f"{COMPLETIONS} truncation_side={side!r}", COMPLETIONS, given, "truncation_side")
+    for path in (CHAT, COMPLETIONS):
+        for options in ({}, {"include_usage": True}, {"include_usage": False}):
+            given = with_(path, stream_options=options)
+            yield Bad(f"{path} stream_options={options} without a stream", path, given, "stream_options")
+        given = with_(path, stream=True, stream_options={"include_usage": "yes"})
+        yield Bad(f"{path} include_usage as text", path, given, "stream_options.include_usage")
+        for top in (0, 5):
+            given = with_(path, prompt_logprobs=top, stream=True)
+            yield Bad(f"{path} a stream with prompt_logprobs={top}", path, given, "prompt_logprobs")
     yield Bad("an unknown model", CHAT, with_(CHAT, model="gpt-5"), "model", 404)
     yield Bad("no model's name", COMPLETIONS, with_(COMPLETIONS, model=""), "model")
     yield Bad("a name of 10,000 letters", CHAT, with_(CHAT, model="m" * 10_000), "model")
     for name in ("../../etc/passwd", "a\0b", "\x1b[31mred", "model\r\nX-Evil: 1", "%2e%2e%2f"):
         yield Bad(f"a model named {name!r}", CHAT, with_(CHAT, model=name), "model", 404)
-    for path in (TOKENIZE, DETOKENIZE, EXPLAIN, RESPONSES, MESSAGES, COUNT):
+    for path in (TOKENIZE, DETOKENIZE, EXPLAIN, RESPONSES, INPUT_TOKENS, MESSAGES, COUNT):
         yield Bad(f"an unknown model for {path}", path, with_(path, model="nobody"), status=404)
     yield Bad("1000 stop strings", CHAT, with_(CHAT, stop=[str(i) for i in range(1000)]), "stop")
     yield Bad("a stop string of 1 MB", CHAT, with_(CHAT, stop="x" * (1 << 20)), "stop")
@@ -280,15 +308,21 @@ def prompts() -> Iterator[Bad]:
     yield Bad("a prompt of 5 MB", COMPLETIONS, lambda: with_(COMPLETIONS, prompt="word " * 1_000_000)())
     yield Bad("one word of a million letters", COMPLETIONS, lambda: with_(COMPLETIONS, prompt="a" * 1_000_000)())
     yield Bad("100,000 special tokens", COMPLETIONS, lambda: with_(COMPLETIONS, prompt="<|im_end|>" * 100_000)())
-    yield Bad("a suffix", COMPLETIONS, with_(COMPLETIONS, suffix="end"), "suffix")
-    yield Bad("embeddings", COMPLETIONS, with_(COMPLETIONS, prompt_embeds="AAAA"), "prompt_embeds")
     for value in (-1, 21, BIG):
         yield Bad(f"logprobs={value!r:.10}", COMPLETIONS, with_(COMPLETIONS, logprobs=value), "logprobs")
         yield Bad(f"top_logprobs={value!r:.10}", CHAT, with_(CHAT, logprobs=True, top_logprobs=value), "top_logprobs")
     scores = with_(COMPLETIONS, prompt=[5] * 15_000, echo=True, logprobs=20)
     yield Bad("315,000 scores of a prompt", COMPLETIONS, scores, "logprobs")
     yield Bad("top_logprobs alone", CHAT, with_(CHAT, top_logprobs=3), "top_logprobs")
-    yield Bad("prompt_logprobs", COMPLETIONS, with_(COMPLETIONS, prompt_logprobs=1), "prompt_logprobs")
+    scores = with_(COMPLETIONS, prompt=[5] * 15_000, prompt_logprobs=20)
+    yield Bad("315,000 scores of a prompt, asked for by name", COMPLETIONS, scores, "prompt_logprobs")
+    scores = with_(COMPLETIONS, prompt=[[5] * 6_000] * 48, prompt_logprobs=0)
+    yield Bad("288,000 scores of many prompts", COMPLETIONS, scores, "prompt_logprobs")
+    scores = with_(CHAT, messages=user("word " * 4_000), prompt_logprobs=20)
+    yield Bad("84,000 scores of a conversation", CHAT, scores, "prompt_logprobs")
+    yield Bad("prompt_logprobs of 400 digits", CHAT, with_(CHAT, prompt_logprobs=BIG), "prompt_logprobs")
+    yield Bad("prompt_logprobs of a response", RESPONSES, with_(RESPONSES, prompt_logprobs=1), "prompt_logprobs")
+    yield Bad("prompt_logprobs of a message", MESSAGES, with_(MESSAGES, prompt_logprobs=1))
 
 
 # ---- conversations
@@ -303,7 +337,9 @@ def conversations() -> Iterator[Bad]:
         "of texts": ["hi"],
         "of lists": [[]],
         "without a role": [{"content": "hi"}],
-        "of an unknown role": [{"role": "root", "content": "hi"}],
+        "of no role": [{"role": "", "content": "hi"}],
+        "of a role of 65 letters": [{"role": "r" * 65, "content": "hi"}],
+        "of a role that is a number": [{"role": 5, "content": "hi"}],
         "of a role that is a list": [{"role": ["user"], "content": "hi"}],
         "without content": [{"role": "user"}],
         "of a number": user(5),
@@ -348,22 +384,6 @@ def conversations() -> Iterator[Bad]:
     yield Bad("300,000 objects", CHAT, in_place(CHAT, "metadata", "[" + "{}," * 300_000 + "{}]"))
     yield Bad("200,000 names", CHAT, lambda: with_(CHAT, metadata={str(i): 1 for i in range(200_000)})())
     yield Bad("3,000,000 numbers", COMPLETIONS, in_place(COMPLETIONS, "prompt", "[" + "1," * 3_000_000 + "1]"))
-    for field, value in {
-        "chat_template": "{{ messages }}",
-        "functions": [{"name": "f"}],
-        "function_call": "auto",
-        "audio": {"voice": "alloy"},
-        "modalities": ["text", "audio"],
-        "prediction": {"type": "content", "content": "x"},
-        "web_search_options": {},
-        "verbosity": "low",
-        "logits_processors": ["os.system"],
-        "use_beam_search": True,
-        "kv_transfer_params": {"do_remote_decode": True},
-        "echo": True,
-        "prompt_logprobs": 5,
-    }.items():
-        yield Bad(f"{field} is not supported", CHAT, with_(CHAT, **{field: value or {"a": 1}}), field)
     said = [*USER, {"role": "assistant", "content": "The"}]
     both = with_(CHAT, messages=said, continue_final_message=True, add_generation_prompt=True)
     yield Bad("an answer that goes on and begins", CHAT, both, "continue_final_message")
@@ -409,12 +429,27 @@ def tools() -> Iterator[Bad]:
         "no name": {"type": "function"},
         "another type": {"type": "code_interpreter"},
         "a list": ["f"],
+        "some, and none named": {"type": "allowed_tools"},
+        "some, and text": {"type": "allowed_tools", "allowed_tools": "f"},
+        "some, of no mode": {"type": "allowed_tools", "allowed_tools": {"tools": [tool()]}},
+        "some, of another mode": {"type": "allowed_tools", "mode": "none", "tools": [tool()]},
+        "some, and an empty list": {"type": "allowed_tools", "mode": "auto", "tools": []},
+        "some, and texts": {"type": "allowed_tools", "mode": "auto", "tools": ["f"]},
+        "some, and an unknown one": {"type": "allowed_tools", "mode": "auto", "tools": [tool("g")]},
+        "some, of another type": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp", "name": "f"}]},
+        "200 of them": {"type": "allowed_tools", "mode": "auto", "tools": [tool()] * 200},
     }.items():
         yield Bad(f"tool_choice: {name}", CHAT, with_(CHAT, tools=[tool()], tool_choice=choice), "tool_choice")
     yield Bad("tools required, and none there", CHAT, with_(CHAT, tool_choice="required"), "tool_choice")
-    form = {"type": "json_object"}
+    some = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]}
+    yield Bad("some of no tools", CHAT, with_(CHAT, tool_choice=some), "tool_choice")
+    form = {"type": "json_schema", "json_schema": {"schema": "{}"}}
     both = with_(CHAT, tools=[tool()], tool_choice="required", response_format=form)
-    yield Bad("a call and a form demanded", CHAT, both, "tool_choice")
+    yield Bad("a call demanded, and a form that is none", CHAT, both, "response_format")
+    for one in ("yes", 1, ["f"]):
+        choice = {"type": "auto", "disable_parallel_tool_use": one}
+        given = with_(MESSAGES, tools=[{"name": "f", "input_schema": {}}], tool_choice=choice)
+        yield Bad(f"disable_parallel_tool_use={one!r}", MESSAGES, given)
 
 
 def _nested(depth: int) -> dict[str, Any]:
@@ -447,6 +482,14 @@ def forms() -> Iterator[Bad]:
         "a schema of 200 kB": _schema({"enum": [str(i) for i in range(20_000)]}),
         "a schema of large bounds": _schema({"type": "string", "minLength": 10**12}),
         "a pattern that is none": _schema({"type": "string", "pattern": "("}),
+        "a schema beside the type that is text": {"type": "json_object", "schema": "{}"},
+        "tags without triggers": {"type": "structural_tag", "structures": []},
+        "tags in another form": {"type": "structural_tag", "format": {"type": "any_text"}},
+        "tags that nothing begins": {
+            "type": "structural_tag",
+            "triggers": ["<a>"],
+            "structures": [{"begin": "<b>", "schema": {}, "end": "</b>"}],
+        },
     }.items():
         yield Bad(f"response_format: {name}", CHAT, with_(CHAT, response_format=form))
     for name, asked in {
@@ -464,6 +507,15 @@ def forms() -> Iterator[Bad]:
         "a number": {"regex": 5},
     }.items():
         yield Bad(f"structured_outputs: {name}", CHAT, with_(CHAT, structured_outputs=asked))
+    for field, values in {
+        "regex": ("(", "", "a" * 100_000),
+        "ebnf": ("root ::= (", "", "root ::= root"),
+        "grammar": ("start: (", ""),
+        "json_schema": ({"type": "banana"}, "[]", _nested(40)),
+    }.items():
+        for value in values:
+            yield Bad(f"{field}={value!r:.30}", CHAT, with_(CHAT, **{field: value}))
+    yield Bad("two forms by two fields", CHAT, with_(CHAT, regex="a", json_schema={}), "json_schema")
 
 
 def bombs() -> Iterator[Bad]:
@@ -480,6 +532,20 @@ def bombs() -> Iterator[Bad]:
         },
     }.items():
         yield Bad(f"a bomb: {name}", CHAT, with_(CHAT, **fields), seconds=4.0)
+
+
+# ---- fields that other servers have
+
+
+def of_others() -> Iterator[Bad]:
+    apis = itertools.cycle((CHAT, COMPLETIONS, RESPONSES, MESSAGES))
+    tables = ((unserved.EVERY, apis), (unserved.CHAT, [CHAT] * 99), (unserved.COMPLETIONS, [COMPLETIONS] * 99))
+    for table, paths in tables:
+        for field, path in zip(table, paths, strict=False):
+            yield Bad(f"{field} is not served", path, with_(path, **{field: {"a": 1}}), field)
+    for field in unserved.STRUCTURED:
+        given = with_(CHAT, structured_outputs={"json": {}, field: True})
+        yield Bad(f"{field} is not served", CHAT, given, f"structured_outputs.{field}")
 
 
 # ---- everything else
@@ -521,22 +587,22 @@ def others() -> Iterator[Bad]:
         path = f"{TREE}?limit={limit if limit.isascii() else '%D9%A1%F0%9D%9F%98'}"
         yield Bad(f"tree limit={limit}", path, raw(b""), "limit", method="GET", headers=ADMIN)
     yield Bad("the tree without a key", TREE, raw(b""), status=403, method="GET")
-    yield Bad("reset of nothing", f"{RESET}?tiers=", raw(b""), "tiers")
-    yield Bad("reset of everything and more", f"{RESET}?tiers=all,store", raw(b""), "tiers")
+    yield Bad("reset of nothing", f"{RESET}?tiers=", raw(b""), "tiers", headers=ADMIN)
+    yield Bad("reset of everything and more", f"{RESET}?tiers=all,store", raw(b""), "tiers", headers=ADMIN)
     for name in ("..", "../one", "/etc", "one\0", "one/../../outside", "link", "ring", "x" * 300, "a/" * 2000, "file"):
         given = with_(LOAD, lora_name="new", lora_path=name)
         status = 400 if "\0" in name else 404
-        yield Bad(f"an adapter at {name!r:.30}", LOAD, given, "lora_path", status)
+        yield Bad(f"an adapter at {name!r:.30}", LOAD, given, "lora_path", status, headers=ADMIN)
     for name in ("a b", "a\0", "", "é" * 201, "x" * 600, "a\nb", 5, "paced"):
-        yield Bad(f"an adapter named {name!r:.30}", LOAD, with_(LOAD, lora_name=name), "lora_name")
-    yield Bad("an adapter without a path", LOAD, raw('{"lora_name": "x"}'))
-    yield Bad("an adapter that is empty", LOAD, with_(LOAD, lora_name="empty", lora_path="empty"))
-    yield Bad("no adapter to unload", UNLOAD, with_(UNLOAD, lora_name="nobody"), "lora_name", 404)
-    yield Bad("the model unloaded", UNLOAD, with_(UNLOAD, lora_name="paced"), "lora_name", 404)
+        yield Bad(f"an adapter named {name!r:.30}", LOAD, with_(LOAD, lora_name=name), "lora_name", headers=ADMIN)
+    yield Bad("an adapter without a path", LOAD, raw('{"lora_name": "x"}'), headers=ADMIN)
+    for name in ("empty", "fifo", "leads out"):
+        yield Bad(f"an adapter that is {name}", LOAD, with_(LOAD, lora_name="new", lora_path=name), headers=ADMIN)
+    yield Bad("no adapter to unload", UNLOAD, with_(UNLOAD, lora_name="nobody"), "lora_name", 404, headers=ADMIN)
+    yield Bad("the model unloaded", UNLOAD, with_(UNLOAD, lora_name="paced"), "lora_name", 404, headers=ADMIN)
     for method in ("GET", "PUT", "DELETE", "PATCH"):
         yield Bad(f"{method} of a chat", CHAT, raw(b""), status=405, method=method)
     for path in (
-        "/",
         "/v1",
         "/v1/chat/completions/",
         "/v1/../etc/passwd",
@@ -546,7 +612,15 @@ def others() -> Iterator[Bad]:
         yield Bad(f"GET {path}", path, raw(b""), status=404, method="GET")
     for name in ("nobody", "%00", "..%2f..%2f", "%ff%fe", "x" * 2000):
         yield Bad(f"a model named {name!r:.20} by its path", f"/v1/models/{name}", raw(b""), status=404, method="GET")
-        yield Bad(f"a response named {name!r:.20}", f"{RESPONSES}/{name}", raw(b""), status=404, method="GET")
+        for method, end in (("GET", ""), ("DELETE", ""), ("GET", "/input_items?limit=5"), ("POST", "/cancel")):
+            path = f"{RESPONSES}/{name}{end}"
+            yield Bad(f"{method} of a response named {name!r:.20}{end}", path, raw(b""), status=404, method=method)
+    for method, path in (
+        ("POST", f"{RESPONSES}/x/input_items"),
+        ("GET", f"{RESPONSES}/x/cancel"),
+        ("GET", INPUT_TOKENS),
+    ):
+        yield Bad(f"{method} {path}", path, raw(b""), status=405, method=method)
 
 
 def answers_of_others() -> Iterator[Bad]:
@@ -568,14 +642,29 @@ def answers_of_others() -> Iterator[Bad]:
         "a tool that is text": {"tools": ["f"]},
         "background": {"background": True},
         "a conversation": {"conversation": "c"},
-        "truncation": {"truncation": "auto"},
+        "another truncation": {"truncation": "middle"},
+        "truncation by a number": {"truncation": 5},
+        "truncation of what cannot be short enough": {"truncation": "auto", "input": "word " * 30_000},
+        "verbosity": {"text": {"verbosity": "low"}},
+        "verbosity by a number": {"text": {"verbosity": 3}},
         "an unknown include": {"include": ["file_search_call.results"]},
         "several answers": {"n": 2},
         "metadata of lists": {"metadata": {"a": []}},
         "an unknown form": {"text": {"format": {"type": "yaml"}}},
+        "a schema that is text": {"text": {"format": {"type": "json_schema", "schema": "{}"}}},
+        "a safety identifier of lists": {"safety_identifier": []},
+        "a user of 600 letters": {"user": "u" * 600},
+        "fewer tool calls than none": {"max_tool_calls": -1},
+        "half a tool call": {"max_tool_calls": 0.5},
+        "5000 items": {"input": USER * 5000},
     }.items():
         status = 404 if name == "an unknown response before" else 400
         yield Bad(f"{RESPONSES} of {name}", RESPONSES, with_(RESPONSES, **fields), status=status)
+        if name != "truncation of what cannot be short enough":  # only a response has to fit
+            yield Bad(f"{INPUT_TOKENS} of {name}", INPUT_TOKENS, with_(INPUT_TOKENS, **fields), status=status)
+    yield Bad(f"{INPUT_TOKENS} of far too much", INPUT_TOKENS, with_(INPUT_TOKENS, input="word " * 200_000))
+    old = [*user("word " * 500) * 3000, *user("word " * 60_000)]
+    yield Bad("10 MB to be cut, and not enough", RESPONSES, with_(RESPONSES, truncation="auto", input=old), "input")
     for name, fields in {
         "text": {"messages": "hi"},
         "nobody": {"messages": []},
@@ -597,6 +686,31 @@ def answers_of_others() -> Iterator[Bad]:
     yield Bad(f"{MESSAGES} 1000 stops", MESSAGES, with_(MESSAGES, stop_sequences=["x"] * 1000))
 
 
+# ---- who asks
+
+
+def callers() -> Iterator[Bad]:
+    """Without the administrator's key, from a strange page, by another name, with two keys at once."""
+    for path in (LOAD, UNLOAD, RESET):
+        body = with_(path) if path in GOOD else raw(b"")
+        yield Bad(f"{path} without the admin key", path, body, status=403)
+        yield Bad(f"{path} with a wrong key", path, body, status=403, headers={**JSON, "Authorization": "Bearer toor"})
+    for path in (CHAT, MESSAGES, RESET, "/nowhere"):
+        body = with_(path) if path in GOOD else raw(b"")
+        for name, headers in {
+            "another host": {"Host": "evil.example"},
+            "no host": {"Host": ""},
+            "a host that begins well": {"Host": "127.0.0.1.evil.example:8000"},
+            "another page": {"Origin": "https://evil.example"},
+            "a page from nowhere": {"Origin": "null"},
+            "a page by its address": {"Origin": "http://6.6.6.6"},
+        }.items():
+            yield Bad(f"{path} by {name}", path, body, status=403, headers={**JSON, **headers})
+    both = {**ADMIN, "x-api-key": "toor"}
+    yield Bad("two keys that differ", CHAT, with_(CHAT), headers=both)
+    yield Bad("two keys that differ, by Anthropic's API", MESSAGES, with_(MESSAGES), headers=both)
+
+
 ALL: list[Bad] = [
     *nothing(),
     *numbers(),
@@ -607,8 +721,10 @@ ALL: list[Bad] = [
     *tools(),
     *forms(),
     *bombs(),
+    *of_others(),
     *others(),
     *answers_of_others(),
+    *callers(),
 ]
 
 
@@ -619,13 +735,14 @@ class Odd(NamedTuple):
     name: str
     path: str
     body: Callable[[], bytes]
-    headers: dict[str, str] = {"Content-Type": "application/json"}  # noqa: RUF012
+    headers: dict[str, str] = JSON
 
 
 ODD: list[Odd] = [
     Odd("a zero byte in a prompt", COMPLETIONS, with_(COMPLETIONS, prompt="a\0b")),
     Odd("control characters in a message", CHAT, with_(CHAT, messages=user("\x1b[31m\r\n\x07\x7f"))),
     Odd("a name twice: the last one counts", CHAT, raw(b'{"n": 0, ' + json.dumps({**GOOD[CHAT], "n": 1}).encode()[1:])),
+    Odd("a role of its own", CHAT, with_(CHAT, messages=[{"role": "root", "content": "hi"}])),
     Odd("fields that nobody knows", CHAT, with_(CHAT, user=5, metadata=[[]], store="x", zzz={"a": [None]})),
     Odd("names of Python in chat_template_kwargs", CHAT, with_(CHAT, chat_template_kwargs={"__class__": 1, "self": 2})),
     Odd("a special token of its own", CHAT, with_(CHAT, chat_template_kwargs={"bos_token": "<x>"})),
@@ -638,6 +755,7 @@ ODD: list[Odd] = [
     Odd("1024 biases", CHAT, with_(CHAT, logit_bias={str(i): 1 for i in range(1024)})),
     Odd("128 samples", CHAT, with_(CHAT, n=128)),
     Odd("a seed of 63 bits", CHAT, with_(CHAT, seed=2**63 - 1)),
+    Odd("4096 items to be cut", RESPONSES, with_(RESPONSES, truncation="auto", input=user("word " * 50) * 4096)),
     Odd("4096 turns", CHAT, with_(CHAT, messages=user("") * 1024 + USER)),
     Odd("an emoji of many parts", COMPLETIONS, with_(COMPLETIONS, prompt="👩‍👩‍👧‍👦" * 100)),
     Odd("a pattern of many repeats", CHAT, with_(CHAT, guided_regex="((a{1,999}){1,999}){1,999}")),

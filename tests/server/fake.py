@@ -30,6 +30,7 @@ class Reply:
     broken_after: int | None = None  # pieces, then the connection is closed
     hangs_after: int | None = None  # pieces, then nothing until the client goes
     error_after: int | None = None  # pieces, then an event that is an error
+    ids: bool = False  # pieces are told as token ids, without text
     raw: bytes | None = None  # sent as it is, and the connection is closed
     close: bool = False  # after the answer, without a word
 
@@ -138,7 +139,8 @@ class Fake:
                 return False
             if piece is not None:
                 await asyncio.sleep(reply.gap if number else 0)
-                _event(writer, {"choices": [{"delta": {"content": piece}} if chat else {"text": piece}]})
+                said = {"text": "", "token_ids": [number]} if reply.ids else {"text": piece}
+                _event(writer, {"choices": [{"delta": {"content": piece}} if chat else said]})
                 await writer.drain()
         _chunk(writer, b": a comment\n\n")
         end = {"finish_reason": "length"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -11,11 +12,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from sapwood.engine.default_model import default_model
+
+PATIENCE = 240.0  # seconds after which something hangs: in a test that passes, no machine is as slow as that
 
 
 def model_folder() -> Path:
@@ -32,9 +35,11 @@ def paced_flags(**flags: Any) -> list[str]:
 class Running:
     """A server process. Its log is in `lines`."""
 
-    def __init__(self, *arguments: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, *arguments: str, environment: dict[str, str] | None = None, program: Sequence[str] = ("sapwood",)
+    ) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "sapwood", "serve", "--port", "0", *arguments],
+            [sys.executable, "-m", *program, "serve", "--port", "0", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env={**os.environ, **(environment or {})},
@@ -42,7 +47,8 @@ class Running:
         )
         self.lines: list[str] = []
         self._changed = threading.Condition()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -53,7 +59,7 @@ class Running:
         with self._changed:
             self._changed.notify_all()
 
-    def said(self, pattern: str, seconds: float = 120.0) -> re.Match[str]:
+    def said(self, pattern: str, seconds: float = PATIENCE) -> re.Match[str]:
         """The first line of the log that matches; waits for it."""
         until = time.monotonic() + seconds
         with self._changed:
@@ -76,16 +82,16 @@ class Running:
 
     def engine(self) -> int:
         """The process of the engine."""
-        found = subprocess.run(
-            ["ps", "-o", "pid=,args=", "--ppid", str(self.process.pid)], capture_output=True, text=True
-        )
-        for line in found.stdout.splitlines():
-            if "engine_side" in line:
-                return int(line.split()[0])
-        raise AssertionError("there is no engine process")
+        found = child_of(self.process.pid, "engine_side")
+        assert found, "there is no engine process"
+        return found
+
+    def store(self) -> int:
+        """The process of the engine's store; 0 if there is none just now."""
+        return child_of(self.engine(), "sapwood.store.worker")
 
     def request(
-        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, seconds: float = 60.0
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, seconds: float = PATIENCE
     ) -> Answer:
         """One request on a connection of its own."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)
@@ -109,14 +115,23 @@ class Running:
     def stream_later(self, path: str, body: Any) -> Later:
         return Later(self, path, body)
 
-    def stop(self, signal_: int = signal.SIGTERM, seconds: float = 40.0) -> int:
+    def stop(self, signal_: int = signal.SIGTERM, seconds: float = PATIENCE) -> int:
         if self.process.poll() is None:
             self.process.send_signal(signal_)
+        status = self.ended(seconds)
+        for words in ("Assertion failed", "the engine has not ended"):
+            assert not any(words in line for line in self.lines), "\n".join(self.lines[-50:])
+        return status
+
+    def ended(self, seconds: float = PATIENCE) -> int:
+        """Its exit status, once all of its log is here."""
         try:
-            return self.process.wait(seconds)
+            status = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             self.kill()
-            raise
+            raise AssertionError("the server does not end:\n" + "\n".join(self.lines[-50:])) from None
+        self._reader.join(seconds)
+        return status
 
     def kill(self) -> None:
         if self.process.poll() is None:
@@ -143,7 +158,7 @@ class Stream:
     """A stream of events, read as it comes."""
 
     def __init__(self, port: int, path: str, body: Any, headers: dict[str, str]) -> None:
-        self.connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        self.connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
         self.connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json", **headers})
         self.response = self.connection.getresponse()
         self.status = self.response.status
@@ -179,11 +194,21 @@ class Later:
         self._thread.start()
 
     def answer(self) -> Answer:
-        self._thread.join(60)
+        self._thread.join(PATIENCE)
         return self._found[0]
 
 
-def until(condition: Any, seconds: float = 20.0) -> Any:
+def child_of(parent: int, words: str) -> int:
+    """The child of a process that has these words in its command line, or 0."""
+    for file in Path(f"/proc/{parent}/task").glob("*/children"):
+        for child in file.read_text().split():
+            with contextlib.suppress(OSError):
+                if words in Path(f"/proc/{child}/cmdline").read_text(errors="replace"):
+                    return int(child)
+    return 0
+
+
+def until(condition: Any, seconds: float = PATIENCE) -> Any:
     """What `condition` says once it is true."""
     end = time.monotonic() + seconds
     while not (found := condition()):
@@ -197,3 +222,9 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def spent(pid: int) -> float:
+    """Seconds of processors that a process has had, and those of its children that are over."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")

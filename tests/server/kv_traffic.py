@@ -16,7 +16,7 @@ from sapwood.server.kv_events import END, KVEventPublisher, KVEventsConfig, salt
 from ..cache.chaos import Chaos, act, random_prompt
 
 NAMES = {b"a" * 32: "ada"}  # the adapter of chaos
-PATIENCE = 20.0  # seconds for what takes milliseconds
+PATIENCE = 240.0  # seconds for what takes milliseconds
 FIELDS = {
     "BlockStored": [
         *("block_hashes", "parent_block_hash", "token_ids", "block_size"),

@@ -41,6 +41,8 @@ def over(*prompts: FinishedPrompt, generated: int = 3, reasons: Sequence[str] = 
         "error": "",
         "text": None,
         "uncounted_tokens": generated,
+        "n": 1,
+        "max_tokens": 16,
     }
     return Finished(
         **{**fields, "prompts": list(prompts), "completion_tokens": generated, "reasons": list(reasons), **more}

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 
 CHECKS = (
     "not_a_server_error",
@@ -26,7 +27,8 @@ def main(url: str) -> int:
     command += ["--generation-deterministic", "--no-shrink", "--no-color"]
     command += ["--continue-on-failure", "--request-timeout", "20", "--suppress-health-check", "all"]
     command += ["--header", "Authorization: Bearer root", "--warnings", "off"]
-    return subprocess.run(command, check=False).returncode
+    with tempfile.TemporaryDirectory() as folder:  # where it leaves a cache of its own
+        return subprocess.run(command, check=False, cwd=folder).returncode
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
@@ -21,7 +21,8 @@ from sapwood.engine.default_model import default_model
 from sapwood.server.app import App
 from sapwood.server.config import ServerConfig
 from sapwood.server.link import EngineLink
-from sapwood.server.messages import Begun, End, Ready, Submit
+from sapwood.server.messages import Answer as Said
+from sapwood.server.messages import Ask, Begun, Drop, End, Ready, Submit
 from sapwood.server.messages import Tokens as Step
 from sapwood.server.serving import Serving
 from sapwood.server.template import ChatTemplate
@@ -77,46 +78,72 @@ def tokens() -> Tokens:
     return Tokens(str(default_model() / "tokenizer.json"))
 
 
+def scored(token: int, top: int) -> dict[int, tuple[float, int]]:
+    """The token itself is the likeliest."""
+    return {token + at: (-0.25 - at, at + 1) for at in range(max(1, top))}
+
+
 class ScriptedLink(EngineLink):
     """`say(prompt)` is asked for every prompt. A token a step, and `likely` ones that are made up."""
 
     def __init__(self, say: Callable[[str], Script]) -> None:
         super().__init__(lambda: None, lambda why: None)  # type: ignore[arg-type,return-value]
         self.ready = Ready("", tokens().tokenizer.get_vocab_size(), 2000, [2], PAGE, {}, {"max_loras": 0})
+        self.up = True
         self.say = say
         self.prompts: list[str] = []
         self.submitted: list[Submit] = []
+        self.dropped: list[Drop] = []
+        self.answers: dict[str, Any] = {}  # to questions
+        self.held: list[tuple[Submit, Script]] | None = None  # what is submitted waits here, if it is to
 
     def _send(self, message: Any) -> None:
+        if isinstance(message, Drop):
+            self.dropped.append(message)
+        if isinstance(message, Ask) and message.what in self.answers:
+            self._other(Said(message.number, self.answers[message.what], ""))
         if isinstance(message, Submit):
             prompt = tokens().decode(np.frombuffer(message.tokens, np.int32).tolist())
             self.prompts.append(prompt)
             self.submitted.append(message)
-            self._begin(message, self.say(prompt))
+            if self.held is not None:
+                self.held.append((message, self.say(prompt)))
+            else:
+                self._begin(message, self.say(prompt))
+
+    def go(self) -> None:
+        """What was held goes on; what comes after it waits no more."""
+        held, self.held = self.held or [], None
+        for submit, script in held:
+            self._begin(submit, script)
 
     def _begin(self, submit: Submit, script: Script) -> None:
         said = tokens().tokenizer.encode(script.text, add_special_tokens=False).ids
         room = 2000 - len(submit.tokens) // 4 if submit.params.max_tokens is None else submit.params.max_tokens
-        end = End(submit.number, "error" if script.fails else "stop", None, 0, "a step broke" if script.fails else "")
+        reason, error = ("error", "a step broke") if script.fails else ("stop", "")
         if len(said) + 1 > room:
-            said, end = said[:room], End(submit.number, "length", None, 0, "")
+            said, reason, error = said[:room], "length", ""
         elif not script.fails:
             said.append(2)
-        self._step(submit, said, end, script.cached)
+        for number in range(submit.number, submit.number + submit.params.n):
+            self._step(submit, said, End(number, reason, None, 0, error), script.cached)
 
     def _step(self, submit: Submit, said: list[int], end: End, cached: int) -> None:
-        number = submit.number
+        number = end.number
         token, *rest = said
         begun = []
         lane = self.lanes.get(number)
         if lane is not None and lane.begun is None:
             begun = [Begun(number, 0.0, cached, 0, 0, 0, "cold" if not cached else "hit", cached)]
-        likely = {}
-        top = submit.params.logprobs
+        likely, prompts = {}, {}
+        top, scores = submit.params.logprobs, submit.params.prompt_logprobs
         if top is not None:
-            likely = {number: {token + at: (-0.25 - at, at + 1) for at in range(max(1, top))}}
-        one = np.array([number], np.int32).tobytes(), np.array([token], np.int32).tobytes()
-        self._dispatch(Step(1, 0.0, *one, begun, [] if rest else [end], likely, {}))
+            likely = {number: scored(token, top)}
+        if begun and scores is not None:
+            ids = np.frombuffer(submit.tokens, np.int32).tolist()
+            prompts = {number: [None, *(scored(each, scores) for each in ids[1:])]}
+        one = np.array([number], np.int64).tobytes(), np.array([token], np.int32).tobytes()
+        self._dispatch(Step(1, 0.0, *one, begun, [] if rest else [end], likely, prompts))
         self.lag = 0.0
         self._tell()
         if rest:
@@ -144,6 +171,7 @@ class Scripted:
         self.serving.tokens = tokens()
         self.serving.template = ChatTemplate(template, {})
         self.serving.tool_parser = parser
+        self.serving.ready = True
 
         async def nothing() -> bytes:
             return b""
@@ -162,8 +190,11 @@ class Scripted:
     def post(self, path: str, body: Any, key: str | None = None) -> Answer:
         return self.request("POST", path, body, key)
 
-    def request(self, method: str, path: str, body: Any = None, key: str | None = None) -> Answer:
-        return asyncio.run(asyncio.wait_for(self._request(method, path, body, key), 30))
+    def request(
+        self, method: str, path: str, body: Any = None, key: str | None = None, headers: Sequence[Any] = ()
+    ) -> Answer:
+        """`headers`: pairs of bytes, in small letters."""
+        return asyncio.run(asyncio.wait_for(self.ask(method, path, body, key, headers), 30))
 
     def events(self, path: str, body: Any, key: str | None = None) -> list[tuple[str, Any]]:
         """The name and the data of each event."""
@@ -177,10 +208,21 @@ class Scripted:
                 found.append((name[7:], json.loads(data[6:])))
         return found
 
-    async def _request(self, method: str, path: str, body: Any, key: str | None) -> Answer:
+    def chunks(self, path: str, body: Any) -> list[Any]:
+        """What each event of a stream of chunks says, but the last, which says that it is over."""
+        answer = self.post(path, {"stream": True, **body})
+        assert answer.status == 200, answer.body
+        *events, last, rest = answer.body.decode().split("\n\n")
+        assert (last, rest) == ("data: [DONE]", "")
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
+    async def ask(
+        self, method: str, path: str, body: Any, key: str | None = None, headers: Sequence[Any] = ()
+    ) -> Answer:
+        """The same inside a loop, where several run."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         asked = [{"type": "http.request", "body": raw, "more_body": False}]
-        status, headers, parts = 0, {}, []
+        status, told, parts = 0, {}, []
 
         async def receive() -> Any:
             if not asked:
@@ -188,10 +230,10 @@ class Scripted:
             return asked.pop()
 
         async def send(message: Any) -> None:
-            nonlocal status, headers
+            nonlocal status, told
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = {name.decode(): value.decode() for name, value in message["headers"]}
+                told = {name.decode(): value.decode() for name, value in message["headers"]}
             else:
                 parts.append(message["body"])
 
@@ -202,10 +244,10 @@ class Scripted:
             "path": where,
             "query_string": query.encode(),
             "root_path": "",
-            "headers": [] if key is None else [(b"authorization", f"Bearer {key}".encode())],
+            "headers": [*headers, *([] if key is None else [(b"authorization", f"Bearer {key}".encode())])],
         }
         await self.app(scope, receive, send)
-        return Answer(status, headers, b"".join(parts))
+        return Answer(status, told, b"".join(parts))
 
     @contextmanager
     def listening(self) -> Iterator[str]:

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from .kit import Running, paced_flags, until
+from .kit import PATIENCE, Running, paced_flags, until
 
 WORDS = [
     "root",
@@ -45,21 +45,23 @@ class Soak:
         self.rng = random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
+        self.least = 0
         self.heads = [" ".join(self.rng.choices(WORDS, k=self.rng.randrange(50, 400))) for _ in range(20)]
 
-    async def run(self, seconds: float) -> None:
-        until_ = time.monotonic() + seconds
+    async def run(self, seconds: float, least: int = 0) -> None:
+        """For so long, and until so many requests are over."""
+        until_, self.least = time.monotonic() + seconds, least
         await asyncio.gather(*(self._client(random.Random(self.rng.random()), until_) for _ in range(self.streams)))
 
     async def _client(self, rng: random.Random, until_: float) -> None:
         kinds = {"reads": 10, "leaves": 4, "leaves early": 2, "stalls": 1, "whole": 3, "nonsense": 1}
-        while time.monotonic() < until_:
+        while time.monotonic() < until_ or self.counts.total() < self.least:
             kind = rng.choices([*kinds], [*kinds.values()])[0]
             try:
-                await asyncio.wait_for(getattr(self, "_" + kind.replace(" ", "_"))(rng), 120)
+                await asyncio.wait_for(getattr(self, "_" + kind.replace(" ", "_"))(rng), PATIENCE)
                 self.counts[kind] += 1
             except TimeoutError:
-                self.wrong.append(f"{kind}: no end after 120 s")
+                self.wrong.append(f"{kind}: no end after {PATIENCE:.0f} s")
             except (OSError, asyncio.IncompleteReadError) as error:
                 self.wrong.append(f"{kind}: {error!r}")
 
@@ -70,8 +72,8 @@ class Soak:
     async def _sent(self, body: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.server.port)
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(raw)}\r\n\r\n"
-        writer.write(head.encode() + raw)
+        head = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Connection: close", f"Content-Length: {len(raw)}"]
+        writer.write("\r\n".join([*head, "", ""]).encode() + raw)
         return reader, writer
 
     async def _ended(self, reader: asyncio.StreamReader, kind: str) -> bytes:
@@ -137,7 +139,7 @@ def at_rest(server: Running) -> dict[str, Any]:
         busy = any(stats[name] for name in ("waiting", "fetching", "loading", "prefilling", "decoding"))
         return None if busy else stats
 
-    return dict(until(idle, 60))
+    return dict(until(idle))
 
 
 def soak(
@@ -155,10 +157,10 @@ def soak(
         run = Soak(server, streams, seed + 1)
         with ThreadPoolExecutor(1) as thread:
             fault = thread.submit(lambda: (time.sleep(seconds / 3), during(server)))
-            asyncio.run(run.run(seconds))
+            asyncio.run(run.run(seconds, int(10 * seconds) + 1))
             fault.result()
         stats = at_rest(server)
-        until(lambda: handles(api) <= before["api"][0] + 8, 80)
+        until(lambda: handles(api) <= before["api"][0] + 8)
         after = {"api": (handles(api), resident(api)), "engine": (handles(engine), resident(engine))}
         assert not warm.wrong and not run.wrong, (len(run.wrong), (warm.wrong + run.wrong)[:5])
         pages = stats["cache"]["pages"]["full"]["device"]

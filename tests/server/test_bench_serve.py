@@ -21,6 +21,7 @@ from sapwood.cli import main
 from sapwood.sim.trace import Asked
 
 from .fake import Fake, Reply
+from .kit import Running, paced_flags
 
 MIX = Mix(input=20, output=8, ratio=0.5, rate=None, burstiness=1.0, low=1000, high=30000, seed=3)
 
@@ -71,6 +72,47 @@ def test_tokens_are_those_of_usage(tmp_path, capsys):
     assert "first token" in said and "15.0%" in said
 
 
+def test_a_server_without_text_is_asked_for_token_ids(tmp_path, capsys):
+    """Its warm-up says tokens and shows none: from then on requests ask for their ids, which is what is timed. Servers
+    that do have text never see that field; who has neither is told.
+
+    Mutation: `_run` sends return_token_ids to everybody; `says_something` does not look at `token_ids`.
+    """
+    with Fake(lambda _, body: Reply(ids=True) if body.get("return_token_ids") else Reply(pieces=())) as fake:
+        read = bench(fake, tmp_path, "--num-prompts 4 --input-len 5 --warmup 2")
+    assert [seen.body.get("return_token_ids") for seen in fake.seen] == [None] * 2 + [True] * 6
+    assert read["figures"]["requests"]["in all"] == 4 and "between tokens" in read["figures"]
+    assert "tokens were told apart by their ids" in read["notes"][-1]
+    with Fake() as fake:
+        bench(fake, tmp_path, "--num-prompts 4 --input-len 5 --warmup 2")
+    assert not any("return_token_ids" in seen.body for seen in fake.seen)
+    stream = Stream()
+    stream.receive(b'data: {"choices": [{"text": "", "token_ids": [5], "finish_reason": "length"}]}\n', 1.0)
+    assert stream.times.tolist() == [1.0], "an answer of one token"
+    with Fake(lambda *_: Reply(pieces=())) as fake:
+        assert main(["bench", "serve", "--url", fake.url, "--num-prompts", "2", "--no-progress"]) == 1
+    assert "nothing said (7 tokens, and no text)" in capsys.readouterr().err
+
+
+@pytest.mark.server
+@pytest.mark.xdist_group("http")
+def test_our_own_server_without_a_tokenizer(tmp_path):
+    """A server of ours with --skip-tokenizer-init takes token ids and is measured like any other: as many tokens as
+    were asked for, and prompts as long as they should be.
+
+    Mutation: `piece` of the completions drops what has no text though its ids were asked for.
+    """
+    running, file = Running(*paced_flags(tokenizer=None, step_ms=5)), tmp_path / "figures.json"
+    try:
+        asked = ["--url", f"http://127.0.0.1:{running.ready().port}", "--no-progress", "--output-json", str(file)]
+        assert main(["bench", "serve", *asked, "--num-prompts", "3", "--input-len", "64", "--output-len", "9"]) == 0
+    finally:
+        running.kill()
+    read = json.loads(file.read_text())
+    assert read["figures"]["output tokens"]["in all"] == 27 and read["figures"]["prompt tokens"]["in all"] == 192
+    assert read["failures"] == {}
+
+
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
 def test_times_are_those_of_the_server(endpoint, tmp_path):
     """The first token comes after the wait, not with the role that a chat begins with; then one piece a gap. The time
@@ -104,7 +146,7 @@ def test_failures_are_counted_by_kind(tmp_path, capsys):
         8: Reply(status=429),
     }
     with Fake(lambda number, _: faults.get(number, Reply())) as fake:
-        options = "--num-prompts 12 --input-len 5 --warmup 0 --max-concurrency 1 --timeout 0.3"
+        options = "--num-prompts 12 --input-len 5 --warmup 0 --max-concurrency 1 --timeout 8"
         read = bench(fake, tmp_path, options)
     assert read["failures"] == {
         "status 429": 2,
@@ -178,7 +220,7 @@ def test_arrivals_follow_the_rate(tmp_path):
     assert due[0] == 0 and np.diff(due).mean() == pytest.approx(1 / 50, rel=0.1)
     assert np.diff(due).std() == pytest.approx(1 / 50, rel=0.1), "a Poisson process"
     assert np.diff(mix._replace(burstiness=100.0).arrivals(2000)).std() < 1 / 300
-    with Fake(lambda *_: Reply(wait=0.1)) as fake:
+    with Fake(lambda *_: Reply(wait=0.5)) as fake:
         options = "--num-prompts 8 --input-len 5 --warmup 0 --request-rate 50 --seed 3"
         began = time.perf_counter()
         bench(fake, tmp_path, options)

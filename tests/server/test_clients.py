@@ -72,6 +72,48 @@ def test_litellm(real, keyed):
     assert run(environment("litellm==1.105.0"), "litellm_client.py", real, keyed, **variables).endswith(WELL)
 
 
+def test_langchain(real, keyed):
+    """Chats through both APIs, streams with usage, tools and what they return, forms by each method, texts, responses
+    that follow others.
+
+    Mutation: `streamed_usage` tells nothing; `chat_choice` forgets functions.
+    """
+    assert run(environment("langchain-openai==1.6.7"), "langchain_client.py", real, keyed) == WELL
+
+
+def test_instructor(real, keyed):
+    """Forms by tools and by schemas, whole, in parts and many at once, at the first try.
+
+    Mutation: `read_tools` holds no call to its schema.
+    """
+    assert run(environment("instructor==1.17.0"), "instructor_client.py", real, keyed) == WELL
+
+
+def test_pydantic_ai(real, keyed):
+    """Chats, streams, tools and forms through chat completions and through the Responses API.
+
+    Mutation: `_closed` leaves out what a call's arguments were.
+    """
+    assert run(environment("pydantic-ai-slim[openai]==2.66.0"), "pydantic_ai_client.py", real, keyed) == WELL
+
+
+def test_llama_index(real, keyed):
+    """Chats, texts, streams, tools that must be called, forms.
+
+    Mutation: `ChatWriter._delta` numbers no calls.
+    """
+    python = environment("llama-index-llms-openai-like==0.8.1")
+    assert run(python, "llama_index_client.py", real, keyed) == WELL
+
+
+def test_openai_agents(real, keyed):
+    """Agents that answer, call and go on, and tell forms, through both APIs; responses that follow others.
+
+    Mutation: `with_ids` gives an item no id; `Serving.grammar` forgets the form beside tools.
+    """
+    assert run(environment("openai-agents==0.24.0"), "openai_agents_client.py", real, keyed) == WELL
+
+
 def test_lm_evaluation_harness(real, tmp_path):
     """However it asks, the obvious choice wins, and log-likelihoods are those that the engine finds by itself.
 

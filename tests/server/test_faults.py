@@ -35,9 +35,9 @@ def process_killed(folder: Path) -> Iterator[Fault]:
     """The store's process is killed; another takes its place."""
 
     def strikes(server: Running) -> None:
-        before = store_of(server)["process"]["pid"]
+        before = server.store()
         os.kill(before, signal.SIGKILL)
-        until(lambda: store_of(server)["process"]["pid"] not in (None, before))
+        until(lambda: server.store() not in (0, before))
 
     yield Fault(f"file://{folder}?size=64MiB", strikes, lambda store: store["process"]["restarts"] == 1)
 

@@ -18,6 +18,7 @@ import zmq
 from sapwood.cache import AllBlocksCleared, BlockRemoved, BlockStored, Namespace
 from sapwood.server.kv_events import END, KVEventPublisher, KVEventsConfig, lora_id_of, salt_key
 
+from ..ages import LIMITS
 from . import dynamo_check
 from .kv_traffic import FIELDS, NAMES, PATIENCE, Publishing, Subscriber, blocks_of, events_in, publisher
 from .venvs import python_with
@@ -325,6 +326,27 @@ def test_E04_arrays_are_as_vllm_had_them(closing):
 def _second(events: KVEventPublisher, closing: list) -> list[tuple[int, bytes]]:
     until(lambda: events.stats()["batches"] == 2)
     return ask(dealer_to(events, closing), 1)
+
+
+@pytest.mark.parametrize("limit", [*LIMITS, 2**62])
+def test_S16_numbers_of_batches_pass_their_limits(limit, closing):
+    """Batches count on past what 31, 32 and 53 bits hold, live and in replays that begin on either side of it.
+
+    Mutation: a sequence number is packed as ">I", or kept as a float.
+    """
+    first = limit - 2
+    events = publisher(first_sequence=first)
+    closing.append(events)
+    for number in range(5):
+        events.publish([stored(number)])
+    until(lambda: events.stats()["batches"] == 6)
+    dealer = dealer_to(events, closing)
+    for start in (first, limit, limit + 2):
+        answer = ask(dealer, start)
+        assert [sequence for sequence, _ in answer] == [*range(start, first + 6)]
+        assert [hashes_in(payload) for _, payload in answer][-1] == [4000]
+    _, number, _ = receive(subscribed(events, closing))
+    assert int.from_bytes(number, "big") >= first + 6
 
 
 def test_E04_adapters_and_salts(closing):

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import signal
-import time
+import subprocess
+import sys
+from typing import Any
 
 import pytest
+
+from sapwood.server.engine_side import Settings, _opened
+from sapwood.server.link import EngineLink
+from sapwood.server.messages import Ready
 
 from .kit import Running, alive, paced_flags, until
 
@@ -34,17 +42,19 @@ def start():
         one.kill()
 
 
-def test_it_says_so_until_it_is_ready(start):
+def test_it_says_so_until_it_is_ready(start, tmp_path):
     """The port answers at once: 503 and what is being done. Then it serves.
 
     Mutation: `_health` looks at `down` alone; `early` is True for every endpoint.
     """
-    server = start(ready=False)
+    go_on = tmp_path / "go on"
+    server = start("--factory", "tests.server.late:late", ready=False, until=str(go_on))
+    until(lambda: "waiting for the test" in (early := server.get("/health")).error["message"] and early.status == 503)
+    go_on.touch()
     statuses = []
     while 200 not in statuses:
         statuses.append(server.get("/health").status)
-        assert len(statuses) < 10000 and set(statuses) <= {200, 503}
-    assert statuses[0] == 503, "nobody loads a model in no time"
+        assert set(statuses) <= {200, 503}
     server.ready()
     assert server.post(CHAT, endless(max_tokens=2)).status == 200
 
@@ -66,7 +76,7 @@ def test_a_clean_stop(start):
     assert server.get("/health").status == 503
     rest = list(events)
     assert rest[-1] == "[DONE]" and rest[-2]["choices"][0]["finish_reason"] == "length"
-    assert server.process.wait(20) == 0 and not alive(engine)
+    assert server.ended() == 0 and not alive(engine)
 
 
 def test_who_is_cut_is_told(start):
@@ -81,7 +91,7 @@ def test_who_is_cut_is_told(start):
     os.kill(server.process.pid, signal.SIGTERM)
     rest = list(events)
     assert rest[-1] == "[DONE]" and "stopping" in rest[-2]["error"]["message"]
-    assert server.process.wait(20) == 0
+    assert server.ended() == 0
 
 
 @pytest.mark.parametrize("which, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -90,15 +100,14 @@ def test_the_second_signal_ends_at_once(start, which, status):
 
     Mutation: `_signal` counts nothing.
     """
-    server = start("--drain-seconds", "100", step_ms=5)
+    server = start("--drain-seconds", "1000", step_ms=5)
     stream = server.stream(CHAT, endless())
     next(stream.events())
     engine = server.engine()
     os.kill(server.process.pid, which)
     server.said("no new requests")
     os.kill(server.process.pid, which)
-    began = time.monotonic()
-    assert server.process.wait(20) == status and time.monotonic() - began < 5
+    assert server.ended() == status  # long before the drain would be over
     until(lambda: not alive(engine))
 
 
@@ -116,7 +125,7 @@ def test_a_dead_engine(start):
     for each in events:
         rest = list(each)
         assert rest[-1] == "[DONE]" and "killed by SIGKILL" in rest[-2]["error"]["message"]
-    assert server.process.wait(20) == 1
+    assert server.ended() == 1
 
 
 def test_a_dead_api_process(start):
@@ -133,14 +142,14 @@ def test_a_dead_api_process(start):
 def test_an_engine_that_is_started_again(start):
     """With --restart: 503 while it is away, and then it serves again.
 
-    Mutation: `_restart` starts nothing; `start` keeps the old `down`.
+    Mutation: `_live` starts no other; `start` keeps the old `down`.
     """
     server = start("--restart", step_ms=5)
     os.kill(server.engine(), signal.SIGKILL)
     until(lambda: server.get("/health").status == 503)
     refused = server.post(CHAT, endless())
     assert refused.status == 503 and refused.headers["retry-after"]
-    until(lambda: server.get("/health").status == 200, 60)
+    until(lambda: server.get("/health").status == 200)
     assert server.post(CHAT, endless(max_tokens=2)).status == 200
     assert server.stop() == 0
 
@@ -150,9 +159,15 @@ def test_a_step_that_hangs(start):
 
     Mutation: `hangs` is always 0; the engine says that it lives from another thread.
     """
-    server = start("--step-timeout", "2.5", step_ms=6000)
-    later = server.stream_later(CHAT, endless(max_tokens=1))
-    told = until(lambda: (found := server.get("/health")).status == 503 and found, 30)
+    server = start("--step-timeout", "2.5", step_ms=5)
+    later = server.stream_later(CHAT, endless(max_tokens=2000))
+    until(lambda: server.get("/cache/stats").json["decoding"])
+    engine = server.engine()
+    os.kill(engine, signal.SIGSTOP)  # a step of which nobody knows the end
+    try:
+        told = until(lambda: (found := server.get("/health")).status == 503 and found)
+    finally:
+        os.kill(engine, signal.SIGCONT)
     assert "hangs" in told.error["message"]
     assert later.answer().status == 200
     until(lambda: server.get("/health").status == 200)
@@ -166,7 +181,7 @@ def test_a_stream_is_kept_alive_while_its_prompt_waits(start):
     server = start("--keepalive-seconds", "0.2", step_ms=2000)
     stream = server.stream(CHAT, endless(max_tokens=2))
     events = list(stream.events())
-    assert stream.comments >= 3 and events[-1] == "[DONE]"
+    assert stream.comments and events[-1] == "[DONE]"
 
 
 def test_a_full_queue_and_a_queue_that_takes_too_long(start):
@@ -174,15 +189,19 @@ def test_a_full_queue_and_a_queue_that_takes_too_long(start):
 
     Mutation: `_admit` counts those that run; `expire` expires those that have begun.
     """
-    server = start("--max-queue", "2", "--queue-timeout", "1.5", step_ms=5, max_num_seqs=1)
+    server = start("--max-queue", "2", step_ms=5, max_num_seqs=1)
     first = server.stream(CHAT, endless())
     next(first.events())
     waiting = [server.stream_later(CHAT, endless(max_tokens=2)) for _ in range(2)]
     until(lambda: server.get("/cache/stats").json["waiting"] == 2)
     refused = server.post(CHAT, endless())
     assert refused.status == 429 and refused.headers["retry-after"] == "1" and refused.error["code"] == "queue_full"
-    for each in waiting:
-        assert each.answer().status == 503
+    first.close()
+    assert [each.answer().status for each in waiting] == [200, 200]
+    server = start("--queue-timeout", "1.5", step_ms=5, max_num_seqs=1)
+    first = server.stream(CHAT, endless())
+    next(first.events())
+    assert server.post(CHAT, endless(max_tokens=2)).status == 503
     assert next(first.events())["choices"]
 
 
@@ -220,7 +239,7 @@ def test_what_cannot_be_served_is_said(arguments, said):
     Mutation: `main` lets a ValueError out.
     """
     server = Running(*arguments)
-    assert server.process.wait(60) in (1, 2)
+    assert server.ended() in (1, 2)
     assert said in "\n".join(server.lines) and "Traceback" not in "\n".join(server.lines)
 
 
@@ -231,7 +250,7 @@ def test_a_port_in_use(start):
     """
     first = start()
     second = Running(*paced_flags(), "--port", str(first.port))
-    assert second.process.wait(60) == 1 and "is in use" in "\n".join(second.lines)
+    assert second.ended() == 1 and "is in use" in "\n".join(second.lines)
     assert first.get("/health").status == 200
 
 
@@ -243,6 +262,76 @@ def test_a_stores_password_is_in_no_log(start, tmp_path):
     server = start(store=f"file://{tmp_path}?size=8MiB", host_pages=64)
     assert server.said(r"store: (.*)")[1] == f"file://{tmp_path}"
     server = start(store="redis://me:secret@127.0.0.1:1/0", host_pages=64, ready=False)
-    assert server.process.wait(60) == 1
+    assert server.ended() == 1
     assert server.said(r"ERROR +sapwood serve: redis://\*\*\*@127.0.0.1:1/0: no Redis server answers there")
     assert not any("secret" in line or "Traceback" in line for line in server.lines)
+
+
+@pytest.mark.parametrize("faults, pages", [("", 0), ("&fail=1", 16)])
+def test_m09_a_stopping_server_says_what_it_could_not_write(start, tmp_path, faults, pages):
+    """Pages and bytes, in the log of the server; one that has written all says nothing of it.
+
+    Mutation: `say_unwritten` is not called, or before the store is closed.
+    """
+    server = start(store=f"faulty+file://{tmp_path}/store?size=64MiB{faults}", host_pages=200)
+    assert server.post("/v1/completions", {"prompt": list(range(1, 16 * 16 + 2)), "max_tokens": 1}).status == 200
+    if not pages:
+        until(lambda: server.get("/cache/stats").json["tiers"]["pages_backed_up"] >= 16)
+    assert server.stop() == 0
+    said = [line for line in server.lines if "could not be written" in line]
+    assert len(said) == bool(pages)
+    if pages:
+        size = pages * 16 * 8
+        assert f"store faulty+file://{tmp_path}/store: {pages} pages ({size} bytes) could not be written" in said[0]
+
+
+class _Ending(EngineLink):
+    """To a process that is no engine, and that ends when it is asked to, or not at all."""
+
+    def __init__(self, ends: bool) -> None:
+        super().__init__(lambda: None, lambda why: None)  # type: ignore[arg-type,return-value]
+        self.ready = Ready("", 100, 2000, [2], 16, {}, {}, closes_within=3000.0)
+        code = "import signal as s; asked = [s.SIGTERM]; s.pthread_sigmask(s.SIG_BLOCK, asked); print(flush=True); "
+        code += "s.sigwait(asked)" if ends else "s.pause()"
+        self._process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        self._pidfd = os.pidfd_open(self._process.pid)
+        assert self._process.stdout is not None and self._process.stdout.readline()
+
+    def _close_sockets(self) -> None:
+        os.close(self._pidfd)
+
+    def status(self) -> int | None:
+        assert self._process is not None and self._process.stdout is not None
+        self._process.stdout.close()
+        return self._process.returncode
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_m09_an_engine_has_the_time_it_asks_for_to_end(monkeypatch, ends):
+    """With a store's patience of minutes it may write for minutes: it is not killed before, and then it is.
+
+    Mutation: `EngineLink.close` waits for a fixed number of seconds.
+    """
+    waited: list[float] = []
+
+    async def wait_for(ended: asyncio.Future[int], seconds: float) -> int:
+        waited.append(seconds)
+        if ends:
+            return await ended
+        raise TimeoutError
+
+    monkeypatch.setattr("sapwood.server.link.asyncio.wait_for", wait_for)
+    link = _Ending(ends)
+    asyncio.run(link.close())
+    assert link.status() == (0 if ends else -signal.SIGKILL)
+    assert len(waited) == 1 and 3000 < waited[0] < 3060
+
+
+def test_an_engine_says_how_long_it_takes_to_end(monkeypatch):
+    """Mutation: `_opened` leaves `closes_within` out of what it says when it is ready."""
+    monkeypatch.setattr("sapwood.engine.requests.Requests.closes_within", 120.0)
+    flags = json.loads(paced_flags()[3])
+    said: list[Any] = []
+    engine, *_ = _opened(Settings("sapwood.bench.paced:paced", flags, os.getpid(), "text", "info", None), said.append)
+    engine.close()
+    assert [each.closes_within for each in said if isinstance(each, Ready)] == [120.0]

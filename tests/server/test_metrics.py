@@ -79,6 +79,7 @@ def shown(metrics: Metrics, stats: Any = None, running: int = 0, waiting: int = 
 
 # ---- what gateways and dashboards read
 
+STEPS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 VLLM = [  # name of the samples, type, labels beside model_name and engine, bounds
     ("num_requests_running", "gauge", [], None),
     ("num_requests_waiting", "gauge", [], None),
@@ -95,6 +96,11 @@ VLLM = [  # name of the samples, type, labels beside model_name and engine, boun
     ("request_queue_time_seconds", "histogram", [], REQUEST),
     ("request_prefill_time_seconds", "histogram", [], REQUEST),
     ("request_decode_time_seconds", "histogram", [], REQUEST),
+    ("num_requests_waiting_by_reason", "gauge", ["reason"], None),
+    ("iteration_tokens_total", "histogram", [], STEPS),
+    ("request_inference_time_seconds", "histogram", [], REQUEST),
+    ("request_params_n", "histogram", [], (1, 2, 5, 10, 20)),
+    ("request_params_max_tokens", "histogram", [], one_two_five(1 << 20)),
     ("request_prompt_tokens", "histogram", [], one_two_five(1 << 20)),
     ("request_generation_tokens", "histogram", [], one_two_five(1 << 20)),
 ]
@@ -109,7 +115,7 @@ def test_names_types_labels_and_bounds_are_those_of_vllm(metrics, machine, name,
     metrics.finished(over(prompt()))
     found = shown(metrics, stats_of(machine))
     name = f"vllm:{name}"
-    assert found.families[name.removesuffix("_total")].type == kind
+    assert found.families[name if kind == "histogram" else name.removesuffix("_total")].type == kind
     assert found.labels(f"{name}_sum" if bounds else name) == {"model_name", "engine", *labels}
     assert {each.labels["engine"] for each in found.samples if each.name == name} <= {"0"}
     if bounds:
@@ -131,18 +137,61 @@ def test_a_gateway_learns_which_adapters_are_in_use(metrics, machine):
     """The adapters of live requests, by every name they have; the value is the time, as gateways take the latest. A
     server without adapters says nothing of them.
 
-    Mutation: `_lora_info` does not look at `bound`; or shows all that are loaded.
+    Mutation: `_lora_info` shows all that are loaded; `Scheduler.adapters` takes who waits for one that runs.
     """
     loaded = {"sql": ADAPTER, "also-sql": ADAPTER, "idle": b"x" * 32, "no,list": ADAPTER}
     before = time.time()
     machine.submit("live", toks(5, 9), namespace=Namespace(ADAPTER))
-    named = {"max_lora": "4", "running_lora_adapters": "also-sql,sql", "waiting_lora_adapters": ""}
+    named = {"max_lora": "4", "running_lora_adapters": "", "waiting_lora_adapters": "also-sql,sql"}
     assert before <= shown(metrics, stats_of(machine, loaded))("vllm:lora_requests_info", **named) <= time.time()
+    machine.until(lambda: machine.said["live"])
+    named = {"max_lora": "4", "running_lora_adapters": "also-sql,sql", "waiting_lora_adapters": ""}
+    assert shown(metrics, stats_of(machine, loaded))("vllm:lora_requests_info", **named) > 0
     machine.see_to("live")
     found = shown(metrics, stats_of(machine, loaded))
-    assert found("vllm:lora_requests_info", max_lora="4", running_lora_adapters="") > 0
+    named = {"max_lora": "4", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+    assert found("vllm:lora_requests_info", **named) > 0
     assert found.labels("vllm:lora_requests_info") == set(named) and found("sapwood:adapters_loaded") == 4
     assert "vllm:lora_requests_info" not in shown(Metrics("m", {}), stats_of(machine)).names
+
+
+def test_why_requests_wait():
+    """For room, or for something that room does not help against: pages on their way, or another adapter to leave. All
+    reasons together are all that wait.
+
+    Mutation: `deferred` counts adapters that run, or forgets what is fetched; `_waiting` shows more than there are.
+    """
+    metrics, name = Metrics("a model", {**FACTS, "max_loras": 1}), "vllm:num_requests_waiting_by_reason"
+    machine = Machine("full+window", max_loras=1)
+    machine.submit("runs", toks(5, 9), 9, namespace=Namespace(ADAPTER))
+    machine.until(lambda: machine.said["runs"])
+    for number in range(3):
+        machine.submit(f"held {number}", toks(6, 9), namespace=Namespace(b"other".ljust(32, b".")))
+    machine.submit("with who runs", toks(6, 9), namespace=Namespace(ADAPTER))
+    stats = stats_of(machine)
+    found = shown(metrics, stats, running=1, waiting=5)
+    assert (found(name, reason="capacity"), found(name, reason="deferred")) == (2, 3)
+    assert found(name) == found("vllm:num_requests_waiting") == 5
+    found = shown(metrics, {**stats, "fetching": 2, "loading": 1}, waiting=20)
+    assert (found(name, reason="capacity"), found(name, reason="deferred")) == (14, 6)
+    assert shown(metrics, {**stats, "fetching": 99}, waiting=4)(name, reason="capacity") == 0
+    assert shown(Metrics("m", FACTS), stats, waiting=4)(name, reason="deferred") == 0, "there is room for more adapters"
+    assert shown(metrics, None, waiting=4)(name, reason="capacity") == 4
+    machine.close()
+
+
+def test_how_many_tokens_a_step_computes(metrics):
+    """Those of prompts and of answers, in one step together; steps that failed are none.
+
+    Mutation: `_finish` counts rows; `_step_sizes` shows the bucket before.
+    """
+    machine, name = Machine("full"), "vllm:iteration_tokens_total"
+    machine.submit("a", toks(5, 9), 3)
+    machine.see_to("a")
+    found = shown(metrics, stats_of(machine))
+    assert found(f"{name}_count") == 3 and found(f"{name}_sum") == 11
+    assert [found(f"{name}_bucket", le=bound) for bound in ("1.0", "8.0", "16.0", "16384.0", "+Inf")] == [2, 2, 3, 3, 3]
+    machine.close()
 
 
 def test_cached_pages_are_not_in_use(metrics, machine):
@@ -200,11 +249,13 @@ def test_a_request_is_counted_where_it_belongs(metrics):
 
 
 def test_times_of_a_request(metrics):
-    """From its arrival to the first token, to its end; the queue, prefill and decode within it.
+    """From its arrival to the first token, to its end; the queue, prefill and decode within it. And what it asked for.
 
-    Mutation: `finished` takes the first token's time for the end's; the queue is not taken off `_prefill`.
+    Mutation: `finished` takes the first token's time for the end's; the queue is not taken off `_prefill` or
+    `_computed`; `_most` counts a prompt of several samples once.
     """
-    metrics.finished(over(prompt(queued=0.03), arrived=5.0, first=5.2, ended=9.0, generated=3, gaps=[0.25, 0.5]))
+    timed = {"arrived": 5.0, "first": 5.2, "ended": 9.0, "gaps": [0.25, 0.5]}
+    metrics.finished(over(prompt(queued=0.03), generated=3, n=3, max_tokens=40, reasons=["stop"] * 3, **timed))
     metrics.finished(over(prompt(0, 0, ""), arrived=5.0, first=None, ended=6.0, generated=0))
     found = shown(metrics)
     sums = {
@@ -213,12 +264,17 @@ def test_times_of_a_request(metrics):
         "request_queue_time": (0.03, 1),
         "request_prefill_time": (0.17, 1),
         "request_decode_time": (3.8, 1),
+        "request_inference_time": (3.97, 1),
         "inter_token_latency": (0.75, 2),
     }
     for name, (seconds, times) in sums.items():
         assert found(f"vllm:{name}_seconds_sum") == pytest.approx(seconds), name
         assert found(f"vllm:{name}_seconds_count") == times, name
     assert found("sapwood:inter_token_latency_seconds_count") == 2
+    asked = [
+        found(f"vllm:request_params_{name}") for name in ("n_sum", "n_count", "max_tokens_sum", "max_tokens_count")
+    ]
+    assert asked == [4, 2, 136, 4]  # 3 samples of 40 tokens, and one of 16
 
 
 def test_all_gaps_at_once_are_the_gaps_one_by_one():

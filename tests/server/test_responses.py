@@ -255,7 +255,8 @@ def test_parameters_reach_the_engine():
     assert (params.max_tokens, params.temperature, params.top_p, params.seed) == (7, 0.25, 0.5, 3)
     assert (params.cache_salt, params.priority) == ("tenant", 2)
     assert submit.grammar is not None and json.loads(submit.grammar.text) == schema
-    assert told["text"]["format"] == form and told["metadata"] == {"a": "b"} and told["temperature"] == 0.25
+    assert told["text"]["format"] == {"description": None, **form}
+    assert told["metadata"] == {"a": "b"} and told["temperature"] == 0.25
     usage = told["usage"]["input_tokens_details"]
     assert usage["cached_tokens"] == told["cache"]["cached_tokens"] == 16
     assert usage["cache_write_tokens"] == told["usage"]["input_tokens"] // 16 * 16 - 16 > 0
@@ -263,9 +264,9 @@ def test_parameters_reach_the_engine():
 
 
 def test_a_demanded_call_is_held_to_its_schema():
-    """By name, and any; not beside a form of the text.
+    """By name, and any; beside a form of the text too, which is one of content.
 
-    Mutation: `chat_choice` passes the choice on as it is.
+    Mutation: `chat_choice` passes the choice on as it is; `Serving.grammar` returns the form.
     """
     app = Scripted('{"city": "Rome"}')
     (call,) = made(app, tools=[TOOL], tool_choice={"type": "function", "name": "weather"})["output"]
@@ -273,8 +274,8 @@ def test_a_demanded_call_is_held_to_its_schema():
     grammar = app.link.submitted[-1].grammar
     assert grammar is not None and json.loads(grammar.text) == TOOL["parameters"]
     body = {"input": "hi", "tools": [TOOL], "tool_choice": "required", "text": {"format": {"type": "json_object"}}}
-    error = app.post(PATH, body).error
-    assert error["param"] == "tool_choice" and "text.format" in error["message"]
+    assert app.post(PATH, body).status == 200
+    assert json.loads(app.link.submitted[-1].grammar.text)["type"] == "array"
 
 
 # ---- responses that follow others
@@ -385,7 +386,10 @@ def test_the_store_is_bounded():
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "middle"}, "truncation"),
+        ({"max_tool_calls": -1}, "max_tool_calls"),
+        ({"safety_identifier": 5}, "safety_identifier"),
+        ({"user": "u" * 513}, "user"),
         ({"include": ["file_search_call.results"]}, "include"),
         ({"context_management": [{"type": "compaction"}]}, "context_management"),
         ({"moderation": {"model": "m"}}, "moderation"),
@@ -398,7 +402,7 @@ def test_the_store_is_bounded():
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
-        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.mode"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "none"}}, "tool_choice.name"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 5000}, "max_output_tokens"),
@@ -434,7 +438,7 @@ def test_what_would_change_the_answer_is_refused_by_name(body, param):
 def test_what_changes_nothing_is_taken():
     """Fields that clients send by habit, and those that nobody knows.
 
-    Mutation: `_INCLUDED` without reasoning.encrypted_content.
+    Mutation: `INCLUDED` without reasoning.encrypted_content.
     """
     told = made(
         Scripted("Hello"),

@@ -237,7 +237,7 @@ def test_answers_that_pydantic_reads(server: Running):
     body = {"input": HELLO, "model": "paced", "text": flat, "max_output_tokens": 600}
     told = server.post("/v1/responses", body, headers=OPENAI).json
     said.append(told["output"][0]["content"][0]["text"])
-    assert told["text"]["format"] == flat["format"]
+    assert told["text"]["format"] == {"description": None, **flat["format"]}
     config = {"format": {"type": "json_schema", "schema": TREE}}
     body = {"messages": HELLO, "model": "paced", "max_tokens": 600, "output_config": config}
     said.append(server.post("/v1/messages", body, headers=ANTHROPIC).json["content"][0]["text"])

@@ -433,13 +433,22 @@ HOSTILE = {
 }
 
 
+def scaled(seconds: float) -> float:
+    """What took so long, on a machine that counts to a million in 36 ms: less, if this one is slower now."""
+    start = time.process_time()
+    for _ in range(1_000_000):
+        start += 0
+    return seconds * min(1, 0.036 / (time.process_time() - start))
+
+
 def check_large(size: int, seconds: float) -> None:
-    """Texts of so many characters, one at a time. `seconds` of the processor are many times what linear work needs."""
+    """Texts of so many characters, one at a time. `seconds` of a processor that counts to a million in 36 ms are many
+    times what linear work needs."""
     for format, before, piece, after in LARGE.values():
         text = before + piece * (size // len(piece)) + after
         start = time.process_time()
         content, calls = gather(told(format, text))
-        assert time.process_time() - start < seconds
+        assert scaled(time.process_time() - start) < seconds
         assert content == ""
         assert [call.name for call in calls] == ["f"]
         assert calls[0].arguments in text
@@ -448,7 +457,7 @@ def check_large(size: int, seconds: float) -> None:
         text = piece * (size // len(piece))
         start = time.process_time()
         assert gather(told(format, text)) == (text, [])
-        assert time.process_time() - start < seconds
+        assert scaled(time.process_time() - start) < seconds
 
 
 def test_work_is_linear():
@@ -511,7 +520,7 @@ def allows(schema: dict[str, Any], text: str) -> bool:
 def test_the_schema_of_required_calls():
     """Each tool's calls with its own parameters, where two tools have different definitions of one name; at least one.
 
-    Mutation: `forced_schema` does not use `_moved`; `_moved` looks into `_DATA`, or takes `_BY_NAME` for keywords.
+    Mutation: `forced_schema` does not use `moved`; `moved` looks into `_DATA`, or takes `_BY_NAME` for keywords.
     """
     schema = forced_schema(TOOLS, "required")
     for text in [
@@ -618,7 +627,7 @@ def deep(levels: int) -> dict[str, Any]:
         ([], "required", 'tool_choice "required" needs tools'),
         (TOOLS, "any", "tool_choice must be .* got 'any'"),
         (TOOLS, [], r"tool_choice must be .* got \[\]"),
-        (TOOLS, {"type": "allowed_tools"}, "tool_choice must be .* got .*allowed_tools"),
+        (TOOLS, {"type": "custom"}, "tool_choice must be .* got .*custom"),
         (TOOLS, {"type": "function"}, "tool_choice.function must be an object, got None"),
         (TOOLS, {"type": "function", "function": {"name": "h"}}, "tool_choice.function.name must be .* got 'h'"),
         (None, NAMED_G, "tool_choice.function.name must be that of one of the tools, got 'g'"),
@@ -643,16 +652,20 @@ def test_the_parser_of_a_model():
         (None, None),
         ("{% for message in messages %}{{ message.content }}{% endfor %}", None),
         ('<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>', "hermes"),
-        ("{{ '<tool_call>\n<function=' + tool_call.name + '>' }}", None),
-        ("<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>", None),
+        ("{{ '<tool_call>\n<function=' + tool_call.name + '>' }}", "qwen3_coder"),
+        ("{{ '<seed:tool_call>\n<function=' + tool_call.name + '>' }}", None),
+        ("<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>", "glm45"),
+        ("<|start_of_role|>system<|end_of_role|> within <tool_call></tool_call> XML tags", "granite4"),
+        ("<|start_of_role|>system<|end_of_role|> <|tool_call|>", None),
         ("{{- '[TOOL_CALLS][' }}", "mistral"),
         ("{{- '<|python_tag|>' + tool_call.name }}", "llama3_json"),
         ('format {"name": function name, "parameters": dictionary of argument name and its value}.', "llama3_json"),
     ]:
         assert guess_parser(template) == name
         assert name is None or parser_for(name)().finish() == []
-    with pytest.raises(ValueError, match="one of hermes, qwen, llama3_json, mistral, got 'pythonic'"):
-        parser_for("pythonic")
+    for name in ("pythonic", "deepseek_v3", "granite", "auto"):
+        with pytest.raises(ValueError, match=f"one of hermes, qwen, .*, qwen3_coder, .*glm47, got '{name}'"):
+            parser_for(name)
 
 
 def test_ids_of_calls():

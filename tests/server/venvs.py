@@ -1,5 +1,5 @@
 """Environments for programs that do not install beside us, or beside each other: each is made once by pip, and found
-again by what it was to hold. They lie below $SAPWOOD_TEST_VENVS, or in the user's cache folder."""
+again by what it was to hold. They lie below $SAPWOOD_TEST_VENVS, or in the cache folder of the tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from sapwood.engine.usercache import cache_folder
 
 CLIENTS = Path(__file__).parent / "clients"
 _INSTALL = 900  # seconds
-_FOREIGN = ("OPENAI_", "ANTHROPIC_", "LITELLM_", "HF_", "PYTHONPATH")  # what would lead a client elsewhere
+_FOREIGN = (  # what would lead a client elsewhere
+    *("OPENAI_", "ANTHROPIC_", "LITELLM_", "HF_", "PYTHONPATH"),
+    *("LANGCHAIN_", "LANGSMITH_", "LOGFIRE_", "OTEL_"),
+)
 
 
 def folder() -> Path:
@@ -42,8 +45,8 @@ def python_with(*requirements: str) -> Path | str:
             _command(sys.executable, "-m", "venv", "--clear", str(home))
             _command(str(python), "-m", "pip", "install", "--quiet", "--prefer-binary", *requirements)
         except subprocess.CalledProcessError as error:
-            last = (error.stderr.strip().splitlines() or ["no word why"])[-1]
-            return f"{', '.join(requirements)} cannot be installed: {last:.200}"
+            said = [line for line in error.stderr.splitlines() if line.startswith("ERROR:")] or ["no word why"]
+            return f"{', '.join(requirements)} cannot be installed: {' '.join(said)[-500:]}"
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"{', '.join(requirements)} cannot be installed: {error!s:.200}"
         done.touch()

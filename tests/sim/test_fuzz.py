@@ -116,7 +116,7 @@ def test_everything_happens() -> None:
     reports: list[Report] = []
     total, reasons = dict.fromkeys(COUNTS, 0), set()
     layouts = ("full", "tiny-full+window", "full+state", "full@pair", "full+window@store-evict")
-    for seed, layout in itertools.product(range(9), layouts):
+    for seed, layout in itertools.product(range(40), layouts):
         reports.append(fuzz(seed, 100, layout))
         total = {name: n + getattr(reports[-1], name) for name, n in total.items()}
         reasons |= set(reports[-1].ended)

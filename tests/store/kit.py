@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ __all__ = ["Fingerprint", "GroupLayout", "StoreError"]
 KIB, MIB = 1 << 10, 1 << 20
 WEIGHTS = hashlib.sha256(b"weights").digest()
 PAGES = 64
+PATIENCE = 240.0  # seconds after which something hangs: in a test that passes, no machine is as slow as that
 
 
 def layout(page_bytes: int = 64 * KIB) -> tuple[GroupLayout, ...]:
@@ -109,7 +110,7 @@ class Desk:
         for memory in self.memory.values():
             memory[:] = 0xEE
 
-    def wait(self, job: int | None, timeout: float = 30) -> JobDone:
+    def wait(self, job: int | None, timeout: float = PATIENCE) -> JobDone:
         """The report of a job."""
         assert job is not None, f"the store did not take the job: {self.store.stats()}"
         until = time.monotonic() + timeout
@@ -121,7 +122,21 @@ class Desk:
             self.store.wait(0.5)
         raise AssertionError(f"job {job} never ended: {self.store.stats()}")
 
-    def released(self, job: int, timeout: float = 30) -> bool:
+    def held(self, ask: Callable[[], int | None]) -> JobDone:
+        """The report of a job that the backend still has when its time is up. On a busy machine that may not be the
+        first of its kind: nobody had begun it."""
+        for _ in range(1000):
+            done = self.wait(ask())
+            assert done.failed == "timeout", done
+            if done.held:
+                return done
+        raise AssertionError(f"no job is held: {self.store.stats()}")
+
+    def taken(self, keys: int) -> None:
+        """Wait until no more than so many keys wait for a thread."""
+        until(lambda: self.store.stats()["waiting"] <= keys, "somebody to begin")
+
+    def released(self, job: int, timeout: float = PATIENCE) -> bool:
         until = time.monotonic() + timeout
         while time.monotonic() < until:
             if Released(job) in self.reports:
@@ -130,11 +145,11 @@ class Desk:
             self.reports += self.store.poll()
         return False
 
-    def put(self, names: Sequence[object], groups: Sequence[str] | None = None, timeout: float = 20) -> JobDone:
+    def put(self, names: Sequence[object], groups: Sequence[str] | None = None, timeout: float = PATIENCE) -> JobDone:
         sources = self.write(names, groups)
         return self.wait(self.store.put(hashes(*names), sources, timeout=timeout), timeout + 10)
 
-    def get(self, names: Sequence[object], groups: Sequence[str] | None = None, timeout: float = 20) -> JobDone:
+    def get(self, names: Sequence[object], groups: Sequence[str] | None = None, timeout: float = PATIENCE) -> JobDone:
         """Fetch into wiped memory; whatever is said to be ok must have the right bytes."""
         self.wipe()
         targets = {group: list(range(1, len(names) + 1)) for group in groups or self.groups}
@@ -149,7 +164,9 @@ class Desk:
                     want = content(group, name, self.memory[group].shape[1])
                     assert np.array_equal(self.memory[group][i + 1], want), f"wrong bytes in page {name} of {group}"
 
-    def exists(self, names: Sequence[object], groups: Sequence[str] | None = None, timeout: float = 20) -> JobDone:
+    def exists(
+        self, names: Sequence[object], groups: Sequence[str] | None = None, timeout: float = PATIENCE
+    ) -> JobDone:
         asked = {group: [1] * len(names) for group in groups or self.groups}
         return self.wait(self.store.exists(hashes(*names), asked, timeout=timeout), timeout + 10)
 
@@ -193,7 +210,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def until(true: Any, timeout: float, what: str) -> None:
+def until(true: Any, what: str, timeout: float = PATIENCE) -> None:
     end = time.monotonic() + timeout
     while not true():
         assert time.monotonic() < end, f"waited {timeout} s for {what}"
@@ -218,7 +235,7 @@ class Server:
     def kill(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-            self.process.wait(10)
+            self.process.wait(PATIENCE)
 
     def stop(self) -> None:
         """Hang it."""
@@ -246,7 +263,7 @@ def redis_server(folder: Path, *more: str, port: int | None = None, tls: bool = 
     command = ["redis-server", *ports, "--bind", "127.0.0.1", "--dir", str(folder), "--save", "",
                "--appendonly", "no", "--daemonize", "no", *more]  # fmt: skip
     server = Server(command, folder / "log")
-    until(lambda: can_connect(port) or server.process.poll() is not None, 10, "redis-server")
+    until(lambda: can_connect(port) or server.process.poll() is not None, "redis-server")
     assert server.process.poll() is None, (folder / "log").read_text()[-500:]
     return server, port
 
@@ -256,7 +273,9 @@ def no_tls() -> str:
     if NO_REDIS or not shutil.which("openssl"):
         return NO_REDIS or "there is no openssl here to make certificates with"
     command = ["redis-server", "--port", "0", "--tls-port", "1", "--tls-cert-file", "/nowhere"]
-    tried = subprocess.run(command, capture_output=True, text=True, timeout=10)  # it ends because of the certificate
+    tried = subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE
+    )  # it ends because of the certificate
     built = "tls" in tried.stdout.lower() and "unsupported" not in tried.stdout.lower()
     return "" if built else "this redis-server was built without TLS"
 
@@ -313,7 +332,7 @@ def redis_cluster(folder: Path) -> Iterator[tuple[list[Server], list[int]]]:
                 told = client.cluster("info")
                 return told["cluster_state"] == "ok" and told["cluster_known_nodes"] == "3"
 
-            until(joined, 20, "the cluster")
+            until(joined, "the cluster")
             client.close()
         yield servers, [port for port, _ in ports]
     finally:
@@ -390,14 +409,14 @@ class Mooncake:
             command = [str(master), "--rpc_address=127.0.0.1", f"--rpc_port={self.port}", f"--metrics_port={metrics}"]
             command.append(f"--client_ttl={patience}")
             self.master = Server(command, folder / "master.log")
-            until(lambda: can_connect(self.port), 15, "the master of Mooncake")
+            until(lambda: can_connect(self.port), "the master of Mooncake")
             self.provider = self.provide()
 
     def provide(self) -> Server:
         log = self.folder / f"provider-{time.monotonic_ns()}.log"
         command = [sys.executable, "-c", PROVIDER, f"127.0.0.1:{self.port}", str(self.segment)]
         server = Server(command, log)
-        until(lambda: "code 0" in log.read_text(), 20, "a provider of Mooncake")
+        until(lambda: "code 0" in log.read_text(), "a provider of Mooncake")
         return server
 
     @property

@@ -91,11 +91,11 @@ def most_bytes(folder: Path, processes: list[subprocess.Popen[str]]) -> int:
         for process in living:
             process.send_signal(signal.SIGSTOP)
         with contextlib.suppress(FileNotFoundError):
-            kit.until(lambda living=living: all(stopped(process.pid) for process in living), 10, "a stop")
+            kit.until(lambda living=living: all(stopped(process.pid) for process in living), "a stop")
         most = max(most, kit.bytes_in(folder))
         for process in living:
             process.send_signal(signal.SIGCONT)
-    return most
+    return max(most, kit.bytes_in(folder))
 
 
 BUSY = """
@@ -106,10 +106,12 @@ random = random.Random(seed)
 desk = kit.Desk(f"file://{folder}?size=8MiB", kit.fingerprint(256 * kit.KIB))
 desk.write(range(40))
 print("ready", flush=True)
+kept = False
 while True:
     names = random.sample(range(40), 8)
     pages = {group: [name + 1 for name in names] for group in desk.groups}
-    desk.wait(desk.store.put(kit.hashes(*names), pages, timeout=20))
+    desk.wait(desk.store.put(kit.hashes(*names), pages, timeout=600))
+    kept = kept or print("kept", flush=True) or True
 """
 
 
@@ -126,6 +128,8 @@ def kill_while_it_backs_up(folder: Path, times: int, seed: int) -> None:
     for n in range(times):
         process = run_python(BUSY, str(folder), str(dice.randrange(2**30)))
         ready(process)
+        if not n:  # one at least has written, on a slow machine too
+            assert process.stdout is not None and process.stdout.readline() == "kept\n"
         time.sleep(dice.uniform(0, 0.15))
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -136,7 +140,7 @@ def kill_while_it_backs_up(folder: Path, times: int, seed: int) -> None:
                 found += sum(int(ok.sum()) for ok in desk.get(range(40)).ok.values())
                 assert sum(desk.store.stats()["bad"].values()) == 0, f"seed {seed}, kill {n}: a torn value has a name"
                 assert desk.put(["room"]).run() == 1
-            kit.until(lambda: not strays(folder), 5, f"strays to be swept: {strays(folder)}")
+            kit.until(lambda: not strays(folder), f"strays to be swept: {strays(folder)}")
             assert kit.bytes_in(folder) <= limit
     assert found > 0, "the processes did write"
 
@@ -171,7 +175,7 @@ def test_t12_t13_three_processes_and_eviction(tmp_path: Path) -> None:
     others = [neighbour(folder, "8MiB", seed, 220, 40) for seed in (1, 2, 3)]
     most = most_bytes(folder, others)
     assert 0.5 * 8 * MIB < most <= 8 * MIB
-    ends = [process.communicate(timeout=60)[0].splitlines()[-1] for process in others]
+    ends = [process.communicate(timeout=600)[0].splitlines()[-1] for process in others]
     assert all(process.returncode == 0 for process in others)
     for end in ends:
         word, hits, *bad = end.split()
@@ -191,8 +195,8 @@ with kit.Desk(f"file://{sys.argv[1]}?size=3MiB", pages=200) as desk:
         names = kit.hashes(*range(150 * turn, 150 * turn + 150))
         for low in range(0, 150, 10):
             pages = [page if low < page <= low + 10 else 0 for page in sources["full"]]
-            desk.store.put(names, {"full": pages}, timeout=30)
-        assert desk.store.drain(30)
+            desk.store.put(names, {"full": pages}, timeout=600)
+        assert desk.store.drain(600)
         assert all(report.run() == 150 for report in desk.store.poll())
     assert desk.store.stats()["backend"]["evicted"] > 500
 """
@@ -385,30 +389,28 @@ def test_a_file_that_goes_during_a_count_is_freed_once(tmp_path: Path) -> None:
     two.close()
 
 
-def test_quick_start_with_many_files(tmp_path: Path) -> None:
-    """20,000 files: the first hit of a new server does not wait for anybody to have looked at them.
+def test_a_start_with_many_files_waits_for_no_scan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first hit of a new server does not wait for anybody to have looked at all files, however long that takes.
 
     Mutation: `FileBackend` scans before it returns.
     """
     folder = tmp_path / "store"
     print_ = kit.fingerprint(4096)
     with kit.Desk(uri(folder, "1GiB"), print_) as desk:
-        desk.put([1], ["full"])
-        (value,) = kit.values_in(folder)
-    for i in range(20_000):
-        name = f"{i:064x}"
-        shard = folder / f"{i % 256:02x}"
-        if i < 256:
-            shard.mkdir(exist_ok=True)
-        os.link(value, shard / name) if i % 60_000 else (shard / name).write_bytes(b"x")
-    begin = time.monotonic()
+        desk.put(range(60), ["full"])
+    may, scan = threading.Event(), FileBackend._first_scan
+
+    def slowly(backend: FileBackend) -> None:
+        may.wait(kit.PATIENCE)
+        scan(backend)
+
+    monkeypatch.setattr(FileBackend, "_first_scan", slowly)
     with kit.Desk(uri(folder, "1GiB"), print_) as desk:
-        assert desk.get([1], ["full"]).run() == 1
-        took = time.monotonic() - begin
-        assert took < 0.5, f"{took:.2f} s"
         backend = desk.store._backend
         assert isinstance(backend, FileBackend)
-        assert backend._scanned.wait(20) and desk.store.stats()["backend"]["known"] > 20_000
+        assert desk.get([1], ["full"]).run() == 1 and not backend._scanned.is_set()
+        may.set()
+        assert backend._scanned.wait(kit.PATIENCE) and desk.store.stats()["backend"]["known"] == 60
 
 
 # ---- what does not belong there
@@ -459,16 +461,16 @@ def test_t20_something_else_in_a_values_place(tmp_path: Path, kind: str) -> None
         assert isinstance(backend, FileBackend)
         backend._scan()
         assert desk.exists(range(4), ["full"]).ok["full"].tolist() == [True, False, True, True]
-        got = desk.get(range(4), ["full"], timeout=3)
+        got = desk.get(range(4), ["full"], timeout=600)
         assert (got.ok["full"].tolist(), got.failed) == ([True, False, True, True], "")
         assert os.path.lexists(place) == stays
-        got = desk.get([1], ["full"], timeout=3)
+        got = desk.get([1], ["full"], timeout=600)
         assert (got.run(), got.failed) == (0, "")
         if not stays:
             FOREIGN[kind](place)
-        put = desk.put(range(6), ["full"], timeout=3)  # also where something else is
+        put = desk.put(range(6), ["full"], timeout=600)  # also where something else is
         assert (put.ok["full"].tolist(), put.failed) == ([True, not stays, True, True, True, True], "")
-        put = desk.put([1], ["full"], timeout=3)
+        put = desk.put([1], ["full"], timeout=600)
         assert (put.run(), put.failed) == (int(not stays), "")
         assert desk.get([1], ["full"]).run() == int(not stays)
         FOREIGN[kind](place.parent / ("0" * 64))  # nobody asks for it
@@ -612,27 +614,25 @@ def test_t20_a_frozen_process_keeps_the_lock(tmp_path: Path, monkeypatch: pytest
         desk.put(range(4), ["full"])
         place = places(folder, range(4))[3]
         process = run_python(FROZEN, str(folder))
-        killer = threading.Timer(40, process.kill)  # so that a store that waits for it fails this test
+        killer = threading.Timer(kit.PATIENCE, process.kill)  # so that a store that waits for it fails this test
         try:
             ready(process)
             process.send_signal(signal.SIGSTOP)
-            began = time.monotonic()
             killer.start()
             with pytest.raises(StoreError, match=r"file store .*/store: another process has kept the lock .* 0\.5 s"):
                 open_store(uri(folder), kit.fingerprint())
-            assert time.monotonic() - began < 5
-            assert desk.get(range(4), ["full"], timeout=5).run() == 4
-            put = desk.put(["new"], ["full"], timeout=30)
-            assert (put.run(), put.failed) == (0, "error") and time.monotonic() - began < 15
+            assert desk.get(range(4), ["full"], timeout=600).run() == 4
+            put = desk.put(["new"], ["full"], timeout=600)
+            assert (put.run(), put.failed) == (0, "error") and process.poll() is None
             assert desk.store.write_breaker.opened == 1, "one that takes nothing is not asked all the time"
             os.truncate(place, 100)
-            got = desk.get(range(4), ["full"], timeout=30)
+            got = desk.get(range(4), ["full"], timeout=600)
             assert (got.run(), got.failed) == (3, ""), "what is bad goes when it can"
         finally:
             killer.cancel()
             process.kill()
             process.wait()
-        kit.until(lambda: desk.store.write_breaker.state != "open", 5, "the next probe")
+        kit.until(lambda: desk.store.write_breaker.state != "open", "the next probe")
         assert desk.put(["new"], ["full"]).run() == 1
         assert open_store(uri(folder), kit.fingerprint()).close()
 

@@ -24,7 +24,7 @@ WRONG = {
     "file:///x?size=lots": "size of file:// must be bytes with a unit such as 20GiB or 500MB, got 'lots'",
     "file:///x?size=1Gib": "size of file:// must be bytes",
     "file:///x?size=-1GiB": "size of file:// must be bytes",
-    "file:///x?size=1GiB&fast=1": "options of file:// are size; got 'fast'",
+    "file:///x?size=1GiB&fast=1": "options of file:// are size, trusted; got 'fast'",
     "file:///x?size=1GiB&size=2GiB": "must be given once",
     "file:///x?size": "must be written as",
     "file://x?size=1GiB": "path of file:// must be absolute",

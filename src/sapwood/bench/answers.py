@@ -11,6 +11,7 @@ import msgspec
 
 from .client import Client, Failure
 
+SILENT = "nothing said"  # the kind of a failure: tokens, and neither text nor their ids
 _MOST_LINE = 16 << 20  # bytes of one event
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -35,6 +36,7 @@ class _Delta(msgspec.Struct):
 class _Choice(msgspec.Struct):
     text: str | None = None  # of a completion
     delta: _Delta | None = None  # of a chat
+    token_ids: list[int] | None = None  # where they were asked for
     finish_reason: str | None = None
 
     @property
@@ -42,7 +44,7 @@ class _Choice(msgspec.Struct):
         """Whether tokens came with it. A completion's may have no text, such as the first half of a character; a chat
         begins with a role and may end with a reason, which are none."""
         if self.delta is None:
-            return bool(self.text) or self.finish_reason is None
+            return bool(self.text or self.token_ids) or self.finish_reason is None
         delta = self.delta
         return bool(delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls)
 
@@ -111,7 +113,7 @@ class Stream:
         if self.usage is None:
             raise Failure("no usage", "the server does not say how many tokens there were")
         if not self.times:
-            raise Failure("nothing said", f"{self.usage.completion_tokens} tokens, and no text")
+            raise Failure(SILENT, f"{self.usage.completion_tokens} tokens, and no text")
         return self.usage
 
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sapwood.engine.arguments import add_engine_arguments, engine_config, given_flags
+from sapwood.engine.arguments import add_engine_arguments, engine_config, given_flags, parsed
+from sapwood.engine.preflight import check_start
 
 from . import cache, calibrate, latency, profile, serve, throughput
 from .tables import Report, as_json, as_text, differences, read_json
@@ -26,7 +27,7 @@ _NOT_WRITTEN = {"bench", "output_json", "compare", "api_key", "header", "progres
 
 
 def main(arguments: Sequence[str]) -> int:
-    asked = parser().parse_args(_spelled(arguments))
+    asked = parsed(parser(), _spelled(arguments))
     try:
         older = None if asked.compare is None else read_json(asked.compare, asked.bench)
         if asked.output_json is not None and not Path(asked.output_json).absolute().parent.is_dir():
@@ -59,7 +60,9 @@ def _measure(asked: argparse.Namespace) -> Report:
     if asked.bench in SERVER_BENCHES:
         found = SERVER_BENCHES[asked.bench].measure(asked)
     else:
-        found = BENCHES[asked.bench].measure(asked, engine_config(asked))
+        config = engine_config(asked)
+        check_start(config)
+        found = BENCHES[asked.bench].measure(asked, config)
     return found
 
 

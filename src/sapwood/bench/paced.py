@@ -10,6 +10,7 @@ when the step that brought the last of them was over.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ import numpy as np
 from sapwood.cache import CacheGroup
 from sapwood.engine.arena import DeviceArena, HostArena, PageLayout, PagePart
 from sapwood.engine.loop import EngineLoop
+from sapwood.engine.lora_files import CONFIG
+from sapwood.engine.lora_reader import Folder
 from sapwood.engine.requests import Requests
 from sapwood.engine.samples import Likely, Sample
 from sapwood.engine.tiers import Tiers
@@ -48,6 +51,7 @@ _FLAGS: dict[str, Any] = {
     "name": "paced",
     "fails": 0,  # every so many steps
     "max_loras": 0,
+    "max_logprobs": 20,
     "overlap": 0,
 }
 _PLAIN = 300  # tokens below are special, bytes and the like
@@ -66,6 +70,7 @@ class PacedEngine(Requests):
             eos=[self.flags.eos],
             tokenizer=None,
             seed=0,
+            max_logprobs=self.flags.max_logprobs,
         )
         self.adapters = _Adapters() if self.flags.max_loras else None
         self.holds = self.adapters
@@ -197,9 +202,9 @@ class _Adapters:
     def __init__(self) -> None:
         self._names: dict[str, bytes] = {}
 
-    def read(self, path: str) -> bytes:
-        if not Path(path, "adapter_config.json").is_file():
-            raise ValueError(f"{path} has no adapter_config.json")
+    def read(self, path: str, root: str | None = None) -> bytes:
+        with Folder(root, path) as folder:
+            os.close(folder.open(CONFIG))
         return Path(path).name.encode().ljust(32, b"\0")[:32]
 
     def add(self, name: str, digest: bytes) -> bytes:
@@ -231,6 +236,7 @@ def paced(flags: Mapping[str, Any], progress: Callable[[str], None], events: boo
         "max_num_seqs": engine.flags.max_num_seqs,
         "max_num_batched_tokens": engine.flags.max_num_batched_tokens,
         "enable_prefix_caching": True,
+        "max_logprobs": engine.flags.max_logprobs,
         "max_loras": engine.flags.max_loras,
         "page_size": engine.flags.page_size,
         "device_pages": {group.name: group.device_pages for group in groups},

@@ -120,4 +120,4 @@ def _marking(part: str) -> Callable[[Any], Any]:
 def _marking_attention(forward: Any) -> Any:
     """`ServedModel.forward` is given what attends, and writes K and V before."""
     mark = _marking("attention")
-    return lambda ids, positions, wanted, attend, states: forward(ids, positions, wanted, mark(attend), states)
+    return lambda ids, positions, wanted, attend, *more: forward(ids, positions, wanted, mark(attend), *more)

@@ -122,14 +122,16 @@ def interrupts() -> Iterator[Callable[[], None]]:
             raise KeyboardInterrupt
 
     main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # others decide
+    before = signal.getsignal(signal.SIGINT)
+    ours = getattr(before, "__module__", None) == "sapwood.cli"  # that ends the program at once, while it loads
+    if not main or not (ours or before is signal.default_int_handler):  # others decide
         yield stop_if_asked
         return
     signal.signal(signal.SIGINT, press)
     try:
         yield stop_if_asked
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, before)
 
 
 def exactly(tokens: int, salt: str | None) -> SamplingParams:

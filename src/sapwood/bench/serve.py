@@ -40,6 +40,7 @@ def measure(asked: argparse.Namespace) -> Report:
     """Fills in what `asked` leaves open. Raises ValueError for what cannot be asked, RuntimeError if nothing could be
     measured."""
     settle(asked)
+    asked.by_ids = False
     mix = Mix(
         *(asked.input_len, asked.output_len, asked.range_ratio),
         *(asked.request_rate, asked.burstiness),
@@ -50,8 +51,11 @@ def measure(asked: argparse.Namespace) -> Report:
         run = runner.run(_run(asked, mix, requests, sessions))
     if not run.heard:
         raise RuntimeError(f"all {run.failed.total()} requests failed: {_failures(run)}")
+    notes = _notes(run)
+    if asked.by_ids:
+        notes.append("answers have no text: tokens were told apart by their ids (return_token_ids)")
     more = {"failures": dict(run.failed), "seconds": run.seconds, "client_busy": run.busy}
-    return Report("serve", _FORMS, _figures(run), _notes(run), more)
+    return Report("serve", _FORMS, _figures(run), notes, more)
 
 
 def _workload(asked: argparse.Namespace, mix: Mix) -> tuple[int, Iterator[Session]]:
@@ -68,6 +72,7 @@ def _workload(asked: argparse.Namespace, mix: Mix) -> tuple[int, Iterator[Sessio
 
 
 async def _run(asked: argparse.Namespace, mix: Mix, requests: int, sessions: Iterator[Session]) -> Run:
+    from .answers import SILENT
     from .client import Client, place_of
     from .load import Sender
 
@@ -82,11 +87,17 @@ async def _run(asked: argparse.Namespace, mix: Mix, requests: int, sessions: Ite
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        sender = Sender(client, ENDPOINTS[asked.endpoint], fields, asked.max_concurrency)
+        path = ENDPOINTS[asked.endpoint]
+        sender = Sender(client, path, fields, asked.max_concurrency)
         _allow_connections(min(requests, asked.max_concurrency or requests))
         first = next(sessions)
         with progress(asked.warmup, "warm-up", asked.progress) as bar:
             warm = await sender.drive(_like(first, mix, asked.warmup), bar)
+        if set(warm.failed) == {SILENT} and "return_token_ids" not in fields:
+            sender = Sender(client, path, {**fields, "return_token_ids": True}, asked.max_concurrency)
+            asked.by_ids = True  # a server without a tokenizer has no text: its tokens are seen by their ids
+            with progress(asked.warmup, "warm-up", asked.progress) as bar:
+                warm = await sender.drive(_like(first, mix, asked.warmup), bar)
         if warm.failed:
             raise RuntimeError(f"a request failed before anything was measured: {_failures(warm)}")
         with progress(requests, "serve", asked.progress) as bar:

@@ -19,7 +19,8 @@ _HOUR = 3600.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     server = parser.add_argument_group("server")
-    server.add_argument("--base-url", default="http://127.0.0.1:8000", metavar="URL", help="(default %(default)s)")
+    url = "http://127.0.0.1:8000"
+    server.add_argument("--base-url", "--url", default=url, metavar="URL", help="(default %(default)s)")
     server.add_argument("--model", metavar="NAME", help="as the server calls it (default: the first that it lists)")
     server.add_argument("--api-key", metavar="KEY", help="(default: $OPENAI_API_KEY)")
     server.add_argument("--header", action="append", default=[], metavar="NAME=VALUE", help="sent besides; repeatable")

@@ -4,6 +4,7 @@ from typing import Final
 
 from . import tree
 from .admission import Keep
+from .begins import NEAR_TOKENS
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from .explain import Explanation
 from .facade import HybridPrefixCache
@@ -25,6 +26,7 @@ COMPILED: Final = not tree.__file__.endswith(".py")  # whether this is the compi
 
 __all__ = [
     "COMPILED",
+    "NEAR_TOKENS",
     "AllBlocksCleared",
     "Binding",
     "BlockRemoved",

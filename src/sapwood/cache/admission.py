@@ -404,6 +404,7 @@ class Desk:
         start = match.boundary * tree.page_size
         lease.boundary = match.boundary
         lease.length = match.length
+        lease.prompt_end = match.length // tree.page_size if tree.loose else 0
         lease.start = start if start < match.length else match.length - 1
         return lease, nodes
 

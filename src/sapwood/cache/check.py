@@ -239,7 +239,7 @@ class _Check:
                     unread = (ids != 0) & (kept[: len(ids)] == 0)
                     idle += int(np.count_nonzero(unread))
                     queue = tree.queues[g, t]
-                    assert not unread.any() or copy.queued & (queue.bits[0] | queue.bits[1]), (
+                    assert not unread.any() or copy.queued & sum(queue.bits), (
                         f"{self._at(node)}: has idle pages of {name} on {TIERS[t]}, is in no queue"
                     )
                 pool = tree.pools[t][g]
@@ -368,13 +368,13 @@ class _Check:
             standing = [Counter(entry[2] for entry in heap) for heap in queue.heaps]
             for node in self.below:
                 copy = tree.copy_in(node, t)
-                for which in (0, 1):
-                    inside = bool(copy.queued & queue.bits[which])
+                for which, bit in enumerate(queue.bits):
+                    inside = bool(copy.queued & bit)
                     assert standing[which][node] == inside, f"{self._at(node)}: queue {which} of group {g}"
                 if g in tree.loose:
                     continue
                 ids = np.array([*(copy.pages[g] or {}).values()], np.int32)
                 if ((ids != 0) & (readers[ids] == 0)).any():
-                    assert copy.queued & (queue.bits[0] | queue.bits[1]), (
+                    assert copy.queued & sum(queue.bits), (
                         f"{self._at(node)}: has idle pages of {tree.groups[g].name} on {TIERS[t]}, is in no queue"
                     )

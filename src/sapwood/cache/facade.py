@@ -427,7 +427,13 @@ class HybridPrefixCache:
         # Once for each time it was used: on a small host two of them would push each other out in turns, for ever.
         fresh = [leaf for leaf in leaves if leaf.tried < leaf.device.used and not leaf.saving]
         lost = [leaf for leaf in fresh if leaf.host is not None and leaf.host.count < leaf.n]
-        return [Span(0, leaf.end, leaf) for leaf in lost[:most]]  # on host a page is worth nothing without its path
+        # On host a page is worth nothing without its path.
+        return [Span(0, leaf.end, leaf) for leaf in lost[:most]]
+
+    @property
+    def pages_skipped(self) -> int:
+        """Pages that could not be saved, because host had no room for them."""
+        return self._ledger.counts["pages_skipped"]
 
     def save_done(self, op: int, ok: bool) -> Span | None:
         """A save is over; what host has now is visible. None if it failed or its namespace is gone."""

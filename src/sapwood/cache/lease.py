@@ -133,6 +133,7 @@ class Lease:
         "opened",
         "opened_at",
         "own",
+        "prompt_end",
         "reason",
         "rolling",
         "root",
@@ -179,9 +180,10 @@ class Lease:
         self.cuts: tuple[int, ...] = ()
         self.tokens = b""  # the prompt, while others may wait for the snapshots it will make
         self.length = 0
+        self.prompt_end = 0  # the last page end of its prompt, until the tree knows it
         self.start = 0
         self.rolling = 0  # page end of the checkpoint that the next one replaces
-        self.unsaved: list[Any] | None = None  # what it has made real and not offered for saving: the fields of a Span
+        self.unsaved: list[Any] | None = None  # first, last, node: made real, and not offered for saving
         self.reason = ""  # why it was not served more, if it has been counted
         self.begun = _NEVER  # where it began, or last went on, without having computed what is before
         self.served = 0  # what that counts in `cached_tokens`, until a step from there on is done

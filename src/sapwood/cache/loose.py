@@ -1,7 +1,7 @@
 """Eviction of groups that are not closed (windows, snapshots): page by page, whoever is not read may go.
 
-Two queues a group and tier. The first holds what stands between: pages no leaf, branch point or snapshot has in its
-window. Only when nothing of that is left, the second gives up the windows themselves. Both in order of last use.
+A queue a group and tier, with a heap for each worth (begins.py): first what stands between goes, then what is near the
+end of a prompt, and only when nothing of that is left the windows themselves. Each in order of last use.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from heapq import heapify, heappop, heappush, heapreplace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from .begins import WINDOW, worth
 from .slots import drop_slot
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _Heap = list[tuple[int, int, "Node"]]
 class LooseQueue:
     """Which nodes may have pages of one group in one tier to give, in what order. At most one entry a node and heap."""
 
-    __slots__ = ("bits", "g", "heaps", "slot", "stale", "tier", "treasures", "tree")
+    __slots__ = ("alike", "bits", "g", "heaps", "slot", "stale", "tier", "tree")
 
     def __init__(self, tree: Tree, g: int, tier: int, number: int) -> None:
         self.tree = tree
@@ -33,10 +33,10 @@ class LooseQueue:
         self.tier = tier
         family = tree.families[g]
         self.slot = family.shape == "slot"
-        self.treasures = 0 if self.slot else family.treasures()
-        self.heaps: tuple[_Heap, _Heap] = ([], [])
-        self.stale = [0, 0]  # entries of nodes that are gone
-        self.bits = (2 << (2 * number), 4 << (2 * number))
+        self.alike = self.slot or not family.treasures()  # no page is worth more than another
+        self.heaps: tuple[_Heap, _Heap, _Heap] = ([], [], [])  # by worth
+        self.stale = [0, 0, 0]  # entries of nodes that are gone
+        self.bits = (2 << (3 * number), 4 << (3 * number), 8 << (3 * number))
 
     def add(self, node: Node, copy: Copy) -> None:
         """`node` may have something to give: new pages, or some that lost their reader or their protection."""
@@ -112,44 +112,19 @@ class LooseQueue:
         reads = copy.reads[g]
         if reads is not None:
             idle[: len(reads)] &= np.frombuffer(bytes(reads), np.uint8)[: len(pages)] == 0
-        guarded = None
-        if which == 0 and self.treasures:
-            guarded = self._guarded(node)[: len(pages)]
-        columns = (idle if guarded is None else idle & ~guarded).nonzero()[0]
-        chosen = columns[:need] if which == 0 else columns[::-1][:need][::-1]
+        worths = np.zeros(len(idle), np.uint8) if self.alike else worth(tree, g, node)[: len(idle)]
+        columns = (idle & (worths <= which)).nonzero()[0]
+        chosen = columns[::-1][:need][::-1] if which == WINDOW else columns[:need]
         del pages
         taken = tree.drop_loose(node, tier, g, chosen)
         if taken < len(columns):
             self._push(node, copy, which)
-        elif guarded is not None and (idle & guarded).any():
-            self._push(node, copy, 1)
+        elif (more := worths[idle & (worths > which)]).size:
+            self._push(node, copy, int(more.min()))
         if not np.frombuffer(copy.pages[g], np.int32).any():
             copy.pages[g] = None
             tree.sweep_evicted(node)
         return taken
-
-    def _guarded(self, node: Node) -> npt.NDArray[np.bool_]:
-        """By page of `node`: whether it lies in the window of a leaf, a branch point or a snapshot, there or below."""
-        most, start, end = self.treasures, node.start, node.start + node.n
-        guarded = np.zeros(node.n, np.bool_)
-        depths = np.array(sorted(set(self._snapshots(node))), np.int64) - start
-        if len(depths):  # a page is, if the next snapshot from its end on is not too far away
-            columns = np.arange(depths[-1])
-            guarded[: depths[-1]] = depths[np.searchsorted(depths, columns, "right")] - columns <= most
-        away, at = 0, node
-        while away < most and len(at.children) == 1:
-            at = next(iter(at.children.values()))
-            away = min([at.end, *self._snapshots(at)]) - end
-            if away < at.end - end:
-                break
-        if away < most:
-            guarded[max(0, node.n - most + away) :] = True
-        return guarded
-
-    def _snapshots(self, node: Node) -> list[int]:
-        """The depths at which snapshots of any group and tier stand in `node`."""
-        tree = self.tree
-        return [depth for t in tree.tiers for g in tree.slots for depth in tree.copy_in(node, t).pages[g] or ()]
 
     def lost(self, copy: Copy) -> None:
         """The node of `copy` has left the tree; when most entries are of such nodes, they are thrown out."""

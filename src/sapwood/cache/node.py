@@ -62,6 +62,7 @@ class Node:
         "n",
         "parent",
         "promised",
+        "prompt_end",
         "recent",
         "root",
         "saving",
@@ -95,6 +96,7 @@ class Node:
         self.promised: list[Promise] | None = None
         self.loading: Transfer | None = None
         self.saving: list[Transfer] | None = None  # saves under way that read some of its pages
+        self.prompt_end = 0  # where the last prompt ended that ends in this node, in pages of the path; or 0
         self.tried = -1  # when its device copy was last used, as its last save began
         self.held = 0  # pins on the device that are not of leases: it may grow under them
         self.crc: int | None = None  # of all tokens up to the node's end, while that end stays where it is

@@ -47,6 +47,8 @@ class Publisher:
         tree = self.tree
         duplicates: list[tuple[int, int]] = []
         first = self._descend(lease, tokens, base, upto, duplicates) if upto > lease.depth else upto
+        if lease.prompt_end:
+            self._note_prompt_end(lease)
         fills: list[Fill] = []
         for g in tree.loose:
             if lease.upto[g] < upto:
@@ -214,14 +216,23 @@ class Publisher:
     def leftover(self, lease: Lease, offered: int) -> Span | None:
         """What a lease that ends has made real and nobody has been told of; `offered` spans were there before."""
         unsaved, lease.unsaved = lease.unsaved, None
-        if len(self.real) == offered:
-            return None if unsaved is None else Span(*unsaved)
         spans = self.real[offered:]
         del self.real[offered:]
         if unsaved is not None:
             spans.append(Span(*unsaved))
+        if lease.prompt_end and lease.writes and not lease.detached:
+            self._note_prompt_end(lease)
+        if not spans:
+            return None
         deepest = max(spans, key=lambda span: span.last)
         return Span(min(span.first for span in spans), deepest.last, deepest.node)
+
+    def _note_prompt_end(self, lease: Lease) -> None:
+        """The tree knows where the prompt of a lease ends, once it has all of its pages."""
+        end = lease.prompt_end
+        if lease.depth >= end:
+            self.tree.node_at(lease.node, end).prompt_end = end
+            lease.prompt_end = 0
 
     def snapshot_is_real(self, lease: Lease, node: Node, depth: int, groups: list[int], rolling: bool) -> None:
         """A snapshot of `groups` at `depth` in `node` can be used, announced if events speak of it, and saved."""

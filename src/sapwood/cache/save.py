@@ -8,9 +8,12 @@ is in the way: a hole, a page host has already, a promise, another save under wa
 from __future__ import annotations
 
 from struct import Struct
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from .begins import NEAR, WINDOW, reach, worth
 from .group import DEVICE, HOST
 from .lease import Holder, Span, hold
 from .node import Copy, Node
@@ -24,6 +27,16 @@ from .tree import Cover, Tree
 frombuffer = np.frombuffer
 _raw = Struct("<i").pack
 _INT32 = np.dtype(np.int32)  # numpy looks a type up, which takes as long as all the rest of `frombuffer`
+
+
+class Wanted(NamedTuple):
+    """Device pages to be saved: by group where they stand and which they are, how many, and in which columns."""
+
+    where: dict[int, Ranges]
+    sources: dict[tuple[int, int], bytes]
+    need: dict[int, int]
+    first: int
+    last: int
 
 
 class Saves:
@@ -46,35 +59,27 @@ class Saves:
         if not tree.has_host or node.parent is None or not node.root.hooked:
             return None
         end = node.start + node.n
-        path = tree.cover(node, span.first, span.last if span.last < end else end)
-        if tree.promises and path and self._below_promises(path[-1][0]):
+        last = min(span.last, end)
+        path = tree.cover(node, span.first, last)
+        if tree.promises and self._below_promises(path[-1][0] if path else node):
             self.publisher.real.append(span)  # to be offered again with the next step: it will be known then
             return None
-        where: dict[int, Ranges] = {}
-        sources: dict[tuple[int, int], bytes] = {}
-        for at, low, high in reversed(path) if len(path) > 1 else path:
-            self._to_save(at, low, high, where, sources)
-        if not where:
+        left_out = 0
+        for least in (NEAR, WINDOW):  # a small host may have room for what is worth most
+            wanted = self._wanted(span, path, last, least)
+            count = 0 if wanted is None else sum(wanted.need.values())
+            left_out = max(left_out, count)
+            if wanted is None or self._fits(node, wanted):
+                break
+        else:
+            self.ledger.counts["saves_skipped"] += 1
+            wanted, count = None, 0
+        self.ledger.counts["pages_skipped"] += left_out - count
+        if wanted is None:
             return None
-        pools, need = tree.pools[HOST], {}
-        first, last, fits = end, 0, True
-        for g, spots in where.items():
-            low, high = spots[0][0], spots[-1][1]
-            if low < first:
-                first = low
-            if high > last:
-                last = high
-            n = need[g] = len(sources[DEVICE, g]) // 4
-            if n > pools[g].free:
-                fits = False
+        where, sources, need, first, last = wanted
         spans = {(DEVICE, g): where[g] for g in self.loose if g in where}
-        guard = None
-        if not fits:
-            guard = hold(tree, node, (DEVICE,), (first, last), sources, spans)
-            if not self.make_room(node, (last,), need):
-                guard.let_go(tree)
-                self.ledger.counts["saves_skipped"] += 1
-                return None
+        pools = tree.pools[HOST]
         parts: Parts = {}
         came = {}
         source: bytes | bytearray
@@ -88,12 +93,41 @@ class Saves:
         transfer = Transfer(
             tree, self.ledger.number(), HOST, node, (first, last), parts, where, came, (DEVICE,), sources, spans
         )
-        if guard is not None:
-            guard.let_go(tree)
-        for at, low, high in path:
-            if at.start + low < last and at.start + high > first:
-                at.saving = [*at.saving, transfer] if at.saving else [transfer]
+        for at, _, _ in tree.cover(node, first, last):
+            at.saving = [*at.saving, transfer] if at.saving else [transfer]
         return self.ledger.begin(transfer)
+
+    def _wanted(self, span: Span, path: Cover, last: int, least: int) -> Wanted | None:
+        """What of a span, whose nodes are `path`, host does not have; of windows, what is worth `least` or more."""
+        where: dict[int, Ranges] = {}
+        sources: dict[tuple[int, int], bytes] = {}
+        for at, low, high in reversed(path) if len(path) > 1 else path:
+            self._to_save(at, low, high, where, sources)
+        if where or self._closed_on_host(span.node, last):
+            for g in self.loose:
+                self._to_save_of_windows(g, span, last, least, where, sources)
+        if not where:
+            return None
+        need, first, end = {}, last, 0
+        for g, spots in where.items():
+            low, high = spots[0][0], spots[-1][1]
+            if low < first:
+                first = low
+            if high > end:
+                end = high
+            need[g] = len(sources[DEVICE, g]) // 4
+        return Wanted(where, sources, need, first, end)
+
+    def _fits(self, node: Node, wanted: Wanted) -> bool:
+        """Whether host has room for it, or can make some."""
+        if self.room.has(HOST, wanted.need):
+            return True
+        tree, where = self.tree, wanted.where
+        spans = {(DEVICE, g): where[g] for g in self.loose if g in where}
+        guard = hold(tree, node, (DEVICE,), (wanted.first, wanted.last), wanted.sources, spans)
+        fits = self.make_room(node, (wanted.last,), wanted.need)
+        guard.let_go(tree)
+        return fits
 
     @staticmethod
     def _below_promises(node: Node) -> bool:
@@ -145,7 +179,8 @@ class Saves:
     def _to_save(
         self, node: Node, low: int, high: int, where: dict[int, Ranges], sources: dict[tuple[int, int], bytes]
     ) -> None:
-        """Put down which device pages of `node` in [low, high), counted from its start, host does not have."""
+        """Put down which closed pages and snapshots of `node` in [low, high), counted from its start, host does not
+        have."""
         start, there, busy = node.start, node.device.pages, node.promised or node.saving
         host: Copy = node.host  # type: ignore[assignment]
         kept = host.pages
@@ -155,21 +190,10 @@ class Saves:
                 if there[g]:
                     ids = bytes(there[g][4 * first : 4 * high])
                     if busy:
-                        for column, run in self._unsaved(node, g, first, ids):
+                        for column, run in self._unsaved(node, g, first, ids, None):
                             _put_down(g, column, run, where, sources)
                     else:
                         _put_down(g, start + first, ids, where, sources)
-        for g in self.loose:
-            if there[g]:
-                ids = bytes(there[g][4 * low : 4 * high])
-                if not ids:
-                    continue
-                # Four zero bytes in a row are a hole, or two ids beside each other: only then look closer.
-                if busy or HOLE in ids or (kept[g] and any(kept[g][4 * low : 4 * high])):
-                    for column, run in self._unsaved(node, g, low, ids):
-                        _put_down(g, column, run, where, sources)
-                else:
-                    _put_down(g, start + low, ids, where, sources)
         low, high = start + low, start + high
         for g in self.slots:
             slots, saved = there[g], kept[g] or ()
@@ -182,23 +206,62 @@ class Saves:
             for depth in reversed(new):
                 _put_down(g, depth - 1, _raw(slots[depth]), where, sources)
 
+    def _to_save_of_windows(
+        self, g: int, span: Span, last: int, least: int, where: dict[int, Ranges], sources: dict[tuple[int, int], bytes]
+    ) -> None:
+        """Of a group that slides: what a later request can begin with, at the end of this span or before it, if it is
+        worth `least` or more. Where all pages are worth the same, all of them."""
+        tree, node = self.tree, span.node
+        before = reach(tree, g)
+        for at, low, high in reversed(tree.cover(node, max(0, span.first - before), last)):
+            ids = (at.device.pages[g] or b"")[4 * low : 4 * high]
+            if not ids:
+                continue
+            kept = at.host.pages[g]  # type: ignore[union-attr]
+            # Four zero bytes in a row are a hole, or two ids beside each other: only then look closer.
+            if before:
+                wanted = worth(tree, g, at)[low : low + len(ids) // 4] >= least
+                wanted[max(0, last - tree.families[g].treasures() - at.start - low) :] = True  # the span's last window
+            elif at.promised or at.saving or HOLE in ids or (kept and any(kept[4 * low : 4 * high])):
+                wanted = np.ones(len(ids) // 4, np.bool_)
+            else:
+                _put_down(g, at.start + low, bytes(ids), where, sources)
+                continue
+            if wanted.any():
+                for column, run in self._unsaved(at, g, low, bytes(ids), wanted):
+                    _put_down(g, column, run, where, sources)
+
+    def _closed_on_host(self, node: Node, depth: int) -> bool:
+        """Whether host has the closed pages above `depth` of the path to `node`, or is getting them: else nobody could
+        begin there, whatever else it has."""
+        if not self.closed or not depth:
+            return True
+        at = self.tree.node_at(node, depth)
+        there = at.host.count >= depth - at.start  # type: ignore[union-attr]
+        return there or any(save.covers(self.closed[0], depth - 1) for save in at.saving or ())
+
     @staticmethod
     def _under_way(node: Node, g: int, depth: int) -> bool:
         """Whether a save of the snapshot at `depth` in `node` is under way."""
         return node.saving is not None and any(save.covers(g, depth - 1) for save in node.saving)
 
-    def _unsaved(self, node: Node, g: int, first: int, ids: bytes) -> list[tuple[int, bytes]]:
-        """Which of `ids`, the device pages of `node` from `first` on, should be saved: the careful way to look."""
+    def _unsaved(
+        self, node: Node, g: int, first: int, ids: bytes, wanted: npt.NDArray[np.bool_] | None
+    ) -> list[tuple[int, bytes]]:
+        """Which of `ids`, the device pages of `node` from `first` on, should be saved, of all or of those `wanted`: the
+        careful way to look."""
         tree = self.tree
         closed = g in tree.closed
         pages = np.frombuffer(ids, np.int32)
         want = pages != 0
+        if wanted is not None:
+            want &= wanted
         there = tree.copy_in(node, HOST).pages[g]
         if not closed and there is not None:
             saved = np.frombuffer(bytes(there), np.int32)[first : first + len(pages)]
             want[: len(saved)] &= saved == 0
         begin = node.start + first
-        for at in want.nonzero()[0].tolist():
+        for at in want.nonzero()[0].tolist() if node.promised or node.saving else ():
             for promise in node.promised or ():
                 if promise.covers(g, begin + at, closed):
                     want[at] = False

@@ -81,6 +81,7 @@ class Ledger:
             "saves": 0,
             "saves_failed": 0,
             "saves_skipped": 0,
+            "pages_skipped": 0,
             "loads": 0,
             "loads_failed": 0,
             "loads_joined": 0,

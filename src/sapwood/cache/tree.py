@@ -190,6 +190,8 @@ class Tree:
         if node.saving:
             upper.saving = [save for save in node.saving if save.first < node.start] or None
             node.saving = [save for save in node.saving if save.last > node.start] or None
+        if node.prompt_end <= node.start:
+            upper.prompt_end, node.prompt_end = node.prompt_end, 0
         if node.hashes is not None:
             upper.hashes, node.hashes = node.hashes[: 32 * k], node.hashes[32 * k :]
         for t in self.tiers:

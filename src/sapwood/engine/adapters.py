@@ -1,6 +1,9 @@
 """LoRA adapters in one model: who is loaded, which slot of the device holds whom, and what is added to which token.
 
-    load(name, path) --> host copies, by content digest        kept while a name or a request wants them
+    load(name, path) --> read in a process apart (lora_process.py)
+                              |
+                              v
+                         host copies, by content digest        kept while a name or a request wants them
                               |  begin(digests, lengths): uploads what the step's rows need
                               v
     slots on the device       module 1   A [slots + 1, rank, in]   B [slots + 1, out, rank]     slot 0 is the base model
@@ -15,6 +18,7 @@ Used from the engine's thread alone; `read` may be called from any.
 from __future__ import annotations
 
 import contextlib
+import mmap
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,11 +26,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from . import lora_files
-from .lora_files import AdapterError, LoraFile, Pair
-from .lora_layers import Forward, ReadRouting, Routing, stacks
+from .lora_files import AdapterError, ModelShape, in_expert
+from .lora_layers import Forward, Pair, ReadRouting, Routing, stacks
+from .lora_process import Reader
+from .lora_reader import Placed, told
 
 __all__ = ["Adapter", "Adapters", "ReadRouting", "Routing", "UnknownAdapter"]
 
@@ -49,6 +54,10 @@ class Adapter(NamedTuple):
     digest: bytes
     pairs: dict[str, Pair]
 
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for pair in self.pairs.values() for tensor in pair)
+
 
 class Adapters:
     """All adapters of a model. Made once, with the weights in place; the model's linear layers are wrapped then.
@@ -56,9 +65,20 @@ class Adapters:
     max_loras   different adapters in one step
     max_rank    the highest rank an adapter may have; device memory is for this rank
     slots       adapters on the device at once; twice `max_loras` by default, as two steps in flight may share none
+    memory      bytes of host memory that all adapters together may take; None: any
+    reader      reads them
     """
 
-    def __init__(self, model: nn.Module, max_loras: int, max_rank: int, slots: int | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        max_loras: int,
+        max_rank: int,
+        slots: int | None = None,
+        *,
+        memory: int | None = None,
+        reader: Reader | None = None,
+    ) -> None:
         for field, value in (("max_loras", max_loras), ("max_rank", max_rank)):
             if value < 1:
                 raise ValueError(f"{field} must be at least 1, got {value}")
@@ -66,13 +86,15 @@ class Adapters:
         if self.slots < max_loras:
             raise ValueError(f"slots must be at least max_loras, which is {max_loras}, got {slots}")
         self.max_rank = max_rank
+        self._memory = memory
+        self._reader = Reader() if reader is None else reader
         self._forward = Forward()
         self._model = model
         head = getattr(model, "get_output_embeddings", lambda: None)()
         layers = {
             name: module
             for name, module in model.named_modules()
-            if type(module) is nn.Linear and module is not head and not _in_expert(name)
+            if type(module) is nn.Linear and module is not head and not in_expert(name)
         }
         if not layers:
             raise ValueError("this model has no nn.Linear that an adapter could change")
@@ -80,9 +102,11 @@ class Adapters:
         self._wrapped = {part.name: part for stack in self._stacks for part in stack.parts}
         self._device = self._stacks[0].a.device
 
-        self._uncalled: set[str] = set()
+        self._shape = told(self._shape_of(head, set()))
+        self._head = head
         self._names: dict[str, bytes] = {}
         self._host: dict[bytes, Adapter] = {}
+        self._host_bytes = 0
         self._holders: dict[bytes, int] = {}  # requests bound to an adapter
         self._lru: OrderedDict[bytes, int] = OrderedDict()  # the slot of each digest on the device
         self._free = list(range(self.slots, 0, -1))
@@ -96,7 +120,7 @@ class Adapters:
             forward()
         finally:
             self._forward.called = None
-        self._uncalled = {name for name in self._wrapped if name not in called}
+        self._shape = told(self._shape_of(self._head, {name for name in self._wrapped if name not in called}))
 
     @property
     def nbytes(self) -> int:
@@ -127,21 +151,32 @@ class Adapters:
             self.unload(name)
         return self.add(name, adapter)
 
-    def read(self, path: str | Path) -> Adapter:
-        """Read an adapter and check it against the model; nothing is changed, so that any thread may do it."""
-        file = lora_files.read(path)
+    def read(self, path: str | Path, root: str | None = None) -> Adapter:
+        """Read an adapter and check it against the model; nothing is changed, so that any thread may do it. `root`: the
+        folder in which `path` is, and out of which nothing leads. It takes `lora_seconds` at most, whatever hangs."""
+        room = None if self._memory is None else max(0, self._memory - self._host_bytes)
+        itemsize = self._stacks[0].a.element_size()
         try:
-            return Adapter(file.digest, self._fit(file))
+            found, memory = self._reader.read(str(path), root, self._shape, itemsize, room)
+            pairs = {
+                module: self._host_copy(module, scale, *(_tensor(memory, placed) for placed in both))
+                for module, (scale, *both) in found.modules.items()
+            }
+            return Adapter(found.digest, pairs)
         except AdapterError as error:
-            raise AdapterError(f"adapter {file.path}: {error}") from None
+            raise type(error)(f"adapter {path}: {error}") from None
 
     def add(self, name: str, adapter: Adapter) -> bytes:
         if not name:
             raise ValueError("an adapter needs a name")
         if self._names.get(name, adapter.digest) != adapter.digest:
             raise AdapterError(f"the name {name!r} is in use for other content: unload it first, or replace it")
+        if adapter.digest not in self._host:
+            if self._memory is not None and self._host_bytes + adapter.nbytes > self._memory:
+                raise AdapterError(f"{name!r} and the adapters that are loaded need more than lora_memory: unload some")
+            self._host[adapter.digest] = adapter
+            self._host_bytes += adapter.nbytes
         self._names[name] = adapter.digest
-        self._host.setdefault(adapter.digest, adapter)
         return adapter.digest
 
     def unload(self, name: str) -> bytes:
@@ -174,55 +209,30 @@ class Adapters:
 
     def _drop(self, digest: bytes) -> None:
         if digest not in self._holders and digest not in self._names.values():
-            self._host.pop(digest, None)
+            adapter = self._host.pop(digest, None)
+            self._host_bytes -= 0 if adapter is None else adapter.nbytes
 
-    def _fit(self, file: LoraFile) -> dict[str, Pair]:
-        pairs = {}
-        for module, (a, b) in file.pairs.items():
-            if module not in self._wrapped or module in self._uncalled:
-                raise AdapterError(f"{module} {self._why_not(module)}")
-            if not file.config.addresses(module):
-                raise AdapterError(f"{module} has tensors, but is no target of {lora_files.CONFIG}")
-            rank, (n_out, n_in) = file.config.rank(module), self._wrapped[module].shape
-            if (a.shape, b.shape) != ((rank, n_in), (n_out, rank)):
-                raise AdapterError(
-                    f"{module} has lora_A {list(a.shape)} and lora_B {list(b.shape)}, where [{rank}, {n_in}] and "
-                    f"[{n_out}, {rank}] fit: the files do not agree, or are for another model"
-                )
-            if rank > self.max_rank:
-                raise AdapterError(f"{module} has rank {rank}, above max_lora_rank {self.max_rank}")
-            pairs[module] = self._host_copy(module, Pair(a, b), file.config.scale(module))
-        if file.config.target_modules is not None:
-            for module in self._wrapped:
-                if module not in pairs and file.config.addresses(module):
-                    raise AdapterError(
-                        f"{module} is a target of {lora_files.CONFIG} and has no tensors: "
-                        "the file is incomplete, or for another model"
-                    )
-        return pairs
+    def close(self) -> None:
+        """Whatever is being read is given up."""
+        self._reader.close()
 
-    def _host_copy(self, module: str, pair: Pair, scale: float) -> Pair:
+    def _host_copy(self, module: str, scale: float, a: Tensor, b: Tensor) -> Pair:
         like = self._wrapped[module].a
-        scaled = Pair(pair.a.to(like.dtype), (pair.b.double() * scale).to(like.dtype))
+        scaled = Pair(a.to(like.dtype, copy=True), (b.double() * scale).to(like.dtype))
         if not all(tensor.isfinite().all() for tensor in scaled):
             raise AdapterError(f"{module} has values that are not finite in {like.dtype}")
         # Pinned memory, so that an upload waits in the stream and not in the host.
         return Pair(*(tensor.pin_memory() for tensor in scaled)) if like.is_cuda else scaled
 
-    def _why_not(self, module: str) -> str:
-        try:
-            found = self._model.get_submodule(module)
-        except AttributeError:
-            if _in_expert(module):
-                return "is an expert of its own in the adapter, and not in this model: its experts are fused"
-            return "is not in this model: the adapter is for another one"
-        if module in self._uncalled:
-            return "is read by the model without being called: adapters there are not supported"
-        if _in_expert(module):
-            return "is an expert, which sees some tokens only: adapters there are not supported"
-        if type(found) is nn.Linear:
-            return "is the output layer: adapters there are not supported"
-        return f"is a {type(found).__name__}: adapters on what is not nn.Linear are not supported"
+    def _shape_of(self, head: object, uncalled: set[str]) -> ModelShape:
+        """What adapters may change, and why they may not change the rest. `uncalled`: layers that nobody calls."""
+        linears = {name: wrapped.shape for name, wrapped in self._wrapped.items() if name not in uncalled}
+        others = {
+            name: _why_not(name, module, head, uncalled)
+            for name, module in self._model.named_modules(remove_duplicate=False)
+            if name not in linears
+        }
+        return ModelShape(linears, others, self.max_rank)
 
     # Steps.
 
@@ -280,6 +290,19 @@ class Adapters:
                 wrapped.upload(slot, adapter.pairs.get(name))
 
 
-def _in_expert(module: str) -> bool:
-    """Routed experts see the tokens that were sent to them, in an order of their own."""
-    return "experts" in module.split(".")
+def _tensor(memory: mmap.mmap, placed: Placed) -> Tensor:
+    rows, columns = placed.shape
+    kind = getattr(torch, placed.dtype)
+    return torch.frombuffer(memory, dtype=kind, count=rows * columns, offset=placed.at).view(rows, columns)
+
+
+def _why_not(name: str, module: nn.Module, head: object, uncalled: set[str]) -> str:
+    if name in uncalled:
+        return "is read by the model without being called: adapters there are not supported"
+    if in_expert(name):
+        return "is an expert, which sees some tokens only: adapters there are not supported"
+    if module is head:
+        return "is the output layer: adapters there are not supported"
+    if type(module) is nn.Linear:
+        return "is a layer that has another name too: adapters there are not supported"
+    return f"is a {type(module).__name__}: adapters on what is not nn.Linear are not supported"

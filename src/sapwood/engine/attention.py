@@ -13,13 +13,16 @@ the null page may hold anything. A page is clean beyond what was written: it was
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+if TYPE_CHECKING:
+    from .gathered import Gather
 
 Ints = npt.NDArray[Any]
 
@@ -50,6 +53,7 @@ class Rows(NamedTuple):
     fresh: Tensor  # those of the pages whose first token comes now, and whose last one does not
     decodes: list[Decodes]
     chunks: list[Chunk]
+    gather: Gather | None = None  # where the keys of all rows lie, for models that attend by themselves
 
 
 class Asked(NamedTuple):

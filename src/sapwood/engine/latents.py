@@ -66,9 +66,9 @@ class Latent:
         return weight.view(self._heads, -1, weight.shape[1])
 
 
-def page_latents(model: nn.Module) -> dict[int, Latent]:
-    """By layer: the attention modules of a model that hand on latents from now on."""
-    found: dict[int, Latent] = {}
+def page_latents(model: nn.Module) -> list[Latent]:
+    """The attention modules of a model that hand on latents from now on."""
+    found: list[Latent] = []
     alike: dict[type, bool] = {}
     for module in _candidates(model):
         latent = latent_of(module) or Latent(module)
@@ -76,7 +76,7 @@ def page_latents(model: nn.Module) -> dict[int, Latent]:
             alike[type(module)] = _same_attention(latent, module)
         if alike[type(module)]:
             module.expand_kv = latent
-            found[int(module.layer_idx)] = latent
+            found.append(latent)
     return found
 
 

@@ -30,7 +30,10 @@ from sapwood.scheduler import Abort, Ended, Event, Plan, RequestSpec, Scheduler,
 from .tiers import Tiers
 
 log = logging.getLogger(__name__)
+STEP_SIZES = 16
 _TOLD = 64  # different errors of which a traceback is logged
+_OFFERS = 3  # to a store that keeps nothing, at the end
+_PAUSE = 0.1  # seconds between them
 
 
 class Executor(Protocol):
@@ -123,6 +126,8 @@ class EngineLoop:
         self.executor = executor
         self.tiers = Tiers(scheduler) if tiers is None else tiers
         self.live: set[str] = set()  # requests that have not ended
+        self.step_sizes = [0] * STEP_SIZES  # steps done, by their tokens: up to 1, 2, 4, 8 ... and any more
+        self.step_tokens = 0  # of all of them
         halves = hasattr(executor, "begin") and hasattr(executor, "finish")
         self._hands: Any = executor if halves else _AtOnce(executor)
         self._beside = scheduler.config.overlap if halves else 0  # plans that run on while the next is begun
@@ -204,6 +209,10 @@ class EngineLoop:
                 raise flight.error
             (event,) = self._hands.finish()
             ended = self._over(self.scheduler.advance([event]))  # what it cannot take has changed nothing
+            if isinstance(event, StepDone):
+                tokens = len(flight.plan.batch.tokens)
+                self.step_sizes[min((tokens - 1).bit_length(), STEP_SIZES - 1)] += 1
+                self.step_tokens += tokens
         except AssertionError:
             raise
         except Exception as error:
@@ -240,21 +249,30 @@ class EngineLoop:
 
     def close(self, timeout: float = 5.0) -> list[Ended]:
         """Abort who is still here, write back what was to be written, and close the tiers; in `timeout` seconds, or
-        with less written. Returns those who were aborted."""
+        with less written, which is logged. What the store could not keep before is offered to it again. Returns those
+        who were aborted."""
         until = time.monotonic() + timeout
         self._closed = True
         ended = self.tell([Abort(id) for id in sorted(self.live)])
+        offers, kept = 0, self.tiers.backed_up  # in a row of which the store kept nothing
         while (left := until - time.monotonic()) > 0:
             step = self.step()
             ended += step.ended
             if step.plan.empty and not step.in_flight and not self.tiers.busy:
-                break
-            if step.idle:
+                before, kept = kept, self.tiers.backed_up
+                offers = 0 if kept > before else offers
+                if offers == _OFFERS or not self.scheduler.offer_owed():
+                    break
+                if offers:
+                    self.tiers.wait(min(left, _PAUSE))
+                offers += 1
+            elif step.idle:
                 self.tiers.wait(left)
         while self._flights:  # no time is left: but what has begun is not left running
             ended += self._finish(self._flights.popleft())[1]
         self.tiers.close(max(0.1, until - time.monotonic()))
         ended += self._over(self.scheduler.advance(self.tiers.poll()))
+        self.tiers.say_unwritten()
         return ended
 
     def _over(self, ended: list[Ended]) -> list[Ended]:

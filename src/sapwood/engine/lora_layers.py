@@ -19,10 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from .fused import Fused, Part, Product
-from .lora_files import Pair
 
 Slots = npt.NDArray[np.int32]
 _MOST_RANK = 256  # of kernels: a processor has no memory for more
+
+
+class Pair(NamedTuple):
+    """What an adapter has for one module: A [rank, in] and B [out, rank], or as something else needs them."""
+
+    a: Tensor
+    b: Tensor
 
 
 class Span(NamedTuple):

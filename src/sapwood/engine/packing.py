@@ -61,7 +61,7 @@ class Sizes:
     ) -> None:
         self._processor = kernels.Processor.of(device)
         self._slots = slots
-        self.lists, self.list_of = _find_lists(kept, windows)  # and which is each layer's
+        self.lists, self.list_of = _find_lists(kept, windows)  # and which is each call's
         self.padded = [size for size in BUCKETS if size <= most_tokens] or [most_tokens]
         self.largest = max(most_tokens, self.padded[-1])
         self.known = {
@@ -118,10 +118,10 @@ class Sizes:
 def _find_lists(kept: Mapping[int, Kept], windows: Mapping[str, int | None]) -> tuple[list[List], dict[int, int]]:
     found: dict[List, int] = {}
     of: dict[int, int] = {}
-    for layer, (group, k_pages, v_pages, queries) in kept.items():
+    for call, (group, k_pages, v_pages, queries, _) in kept.items():
         heads = k_pages.shape[2]
         shape = kernels.Shape(heads, queries // heads, k_pages.shape[3], v_pages.shape[3])
-        of[layer] = found.setdefault(List(group, windows[group], shape, k_pages.element_size()), len(found))
+        of[call] = found.setdefault(List(group, windows[group], shape, k_pages.element_size()), len(found))
     return list(found), of
 
 

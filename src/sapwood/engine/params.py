@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from sapwood.cache import Namespace, whole_number
 
 GREEDY = 1e-5  # temperatures below take the likeliest token
-MOST_LOGPROBS = 20
+MOST_LOGPROBS = 1024  # that any engine tells of a token; each says itself how many it does
 MOST_STOPS = 32  # strings, and as many tokens
 MOST_STOP_LENGTH = 1024  # characters
 MOST_BAD_WORDS = 1024

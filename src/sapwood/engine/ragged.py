@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .patches import off, with_names
-from .recurrent import Mixers, Rows, Runs, hidden_size, in_float32
+from .recurrent import Mixers, Rows, Runs, hidden_size, in_float32, multiplied, time_step_limits, within_limits
 
 log = logging.getLogger(__name__)
 _CLOSE = 1e-4  # relative, in float32
@@ -53,13 +52,13 @@ def take_all_tokens(mixers: Mixers, functions: Any) -> bool:
 def _over_all_tokens(module: Any, mixers: Mixers, functions: Any) -> Callable[..., Any] | None:
     """A mixer's own code, with other functions where it goes on from its state."""
     function: Any = inspect.unwrap(type(module).forward)
-    low, high = getattr(module, "time_step_limit", None) or (0.0, math.inf)
-    if "causal_conv1d_update" not in function.__code__.co_names or (low, high) != (0.0, math.inf):
-        return None  # with limits transformers itself takes prompts otherwise than answers
+    if "causal_conv1d_update" not in function.__code__.co_names:
+        return None
+    scan = within_limits(_of_step(mixers, functions.scan), time_step_limits(module))
     names = {
         "causal_conv1d_update": _of_step(mixers, functions.conv),
-        "mamba_selective_state_update": _of_step(mixers, functions.scan),
-        "mamba2_selective_state_update": _of_step(mixers, functions.scan),
+        "mamba_selective_state_update": scan,
+        "mamba2_selective_state_update": scan,
         "torch_recurrent_gated_delta_rule": _of_step(mixers, functions.delta_rule),
     }
     return partial(with_names(function, names), module)
@@ -80,7 +79,7 @@ def _why_not(mixers: Mixers, layer: int, forward: Callable[..., Any] | None) -> 
     """Empty if a mixer answers as before. Some rows both ways, from states that are no zeros, in float32: what comes
     out, and what is left in the slots."""
     if forward is None:
-        return "its code is not known, or it has limits of its time steps"
+        return "its code is not known"
     mixers.ragged[layer] = forward
     try:
         with in_float32(mixers.layers[layer]), torch.backends.cudnn.flags(enabled=False):
@@ -95,7 +94,7 @@ def _why_not(mixers: Mixers, layer: int, forward: Callable[..., Any] | None) -> 
 def _both_ways(mixers: Mixers, layer: int) -> Iterator[list[Tensor]]:
     """What a mixer answers, and the states it leaves: row by row, and over all tokens at once."""
     module = mixers.layers[layer]
-    weight, generator = next(module.parameters()), torch.Generator().manual_seed(1)
+    weight, generator = multiplied(module), torch.Generator().manual_seed(1)
 
     def some(*shape: int) -> Tensor:
         return 0.5 * torch.randn(*shape, generator=generator)

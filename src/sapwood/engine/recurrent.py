@@ -8,20 +8,28 @@ and instead of a cache the states of their slots, which are read before and writ
 
 A fresh row begins with a slot of zeros, which a mixer takes for a state like any other. On a GPU most mixers take all
 tokens of a step at once instead (ragged.py).
+
+Mamba 2 may limit its time steps. The limits are those of the config (`time_step_limit`; usually there are none), and
+they hold for every token, so that a prompt's chunks, its cached part and the answer are computed by one rule.
+transformers applies them to prompts alone, and for Nemotron-H and Zamba 2 takes others, made of a parameter of
+initialisation (`time_step_min`), which these models were not trained with.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import softplus
 
-from .patches import off
-from .remembers import Unsupported
+from .patches import off, with_names
+from .remembers import Unsupported, text_config
 
 _CACHE_NAMES = ("cache_params", "past_key_values", "past_key_value")
 _CLOSE, _CLOSE_HALF = 1e-3, 0.05  # relative: a mixer that forgets its state in a chunk is off by far more
@@ -112,6 +120,7 @@ class Mixers:
         self._memory: dict[int, dict[str, Tensor]] = {}  # layer -> part -> [slots + 1, ...]
         self.rows: Rows | Runs | None = None  # of the step that runs
         self.ragged: dict[int, Callable[..., Any]] = {}  # forwards that take all tokens of a step at once
+        settle_time_steps(model)
         for module in model.modules():
             layer = getattr(module, "layer_idx", None)
             if layer is not None and _is_mixer(module):
@@ -137,7 +146,7 @@ class Mixers:
             self.rows = None
 
     def _wrap(self, module: Any, layer: int) -> None:
-        inner: Callable[..., Tensor] = module.forward
+        inner: Callable[..., Tensor] = _own_forward(module)
         parameters = inspect.signature(inner).parameters
         cache = next(name for name in _CACHE_NAMES if name in parameters)
 
@@ -201,7 +210,7 @@ class Mixers:
             return self._asked(module, layer, _CLOSE_HALF)
 
     def _asked(self, module: Any, layer: int, close: float) -> bool:
-        weight = next(module.parameters())
+        weight = multiplied(module)
         size = hidden_size(module)
         generator = torch.Generator().manual_seed(1)
         hidden = torch.randn(1, 7, size, generator=generator).to(weight)
@@ -223,7 +232,7 @@ class Mixers:
 
     def small(self, layer: int, slots: int) -> dict[str, Tensor]:
         """Memory like a layer's, of a few slots, in float32 where the model is."""
-        wide = next(self.layers[layer].parameters()).dtype in (torch.float32, torch.float64)
+        wide = multiplied(self.layers[layer]).dtype in (torch.float32, torch.float64)
         some = {part: kept.new_zeros(slots, *kept.shape[1:]) for part, kept in self._memory[layer].items()}
         return {part: exact(kept) if wide else kept for part, kept in some.items()}
 
@@ -235,6 +244,51 @@ class Mixers:
             yield
         finally:
             self._memory = before
+
+
+def settle_time_steps(model: Any) -> None:
+    """Every mixer has the limits of the config."""
+    limits = getattr(text_config(model.config), "time_step_limit", None) or (0.0, math.inf)
+    for module in model.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = tuple(limits)
+
+
+def time_step_limits(module: Any) -> tuple[float, float] | None:
+    """Between which time steps a Mamba 2 mixer stays; None: it has no limits."""
+    low, high = getattr(module, "time_step_limit", None) or (0.0, math.inf)
+    return None if (low, high) == (0.0, math.inf) else (float(low), float(high))
+
+
+def within_limits(update: Callable[..., Any], limits: tuple[float, float] | None) -> Callable[..., Any]:
+    """The function in which a Mamba 2 mixer goes on by one token a row, with its time steps within limits."""
+    if limits is None:
+        return update
+
+    def limited(
+        state: Tensor,
+        hidden: Tensor,
+        dt: Tensor,
+        *rest: Any,
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        **more: Any,
+    ) -> Any:
+        dt = exact(dt) if dt_bias is None else exact(dt) + exact(dt_bias)
+        dt = softplus(dt) if dt_softplus else dt
+        return update(state, hidden, dt.clamp(*limits), *rest, dt_bias=None, dt_softplus=False, **more)
+
+    return limited
+
+
+def _own_forward(module: Any) -> Callable[..., Tensor]:
+    """A mixer's forward. Where it has limits, they hold for single tokens too."""
+    function: Any = inspect.unwrap(type(module).forward)
+    name, limits = "mamba2_selective_state_update", time_step_limits(module)
+    own: Callable[..., Tensor] = module.forward
+    if limits is None or name not in function.__code__.co_names:
+        return own
+    return partial(with_names(function, {name: within_limits(function.__globals__[name], limits)}), module)
 
 
 def _first(answer: Any) -> Tensor:
@@ -268,6 +322,11 @@ def _is_mixer(module: Any) -> bool:
         return "update_conv_state(" in inspect.getsource(inspect.unwrap(forward))
     except (OSError, TypeError):
         return False
+
+
+def multiplied(module: Any) -> Tensor:
+    """A weight that hidden states are multiplied with, and so of their dtype: others may be kept in float32."""
+    return next(each for each in module.modules() if isinstance(each, nn.Linear)).weight
 
 
 def hidden_size(module: Any) -> int:

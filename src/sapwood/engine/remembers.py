@@ -7,14 +7,14 @@ states, as the attention function and a cache of transformers' own see them.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from .arena import PageLayout, PagePart
 
-_ROPE = {"dynamic", "longrope", "su"}  # what these give a token changes with the longest row
+_LONG_ROPE = ("longrope", "su")  # other frequencies for all tokens once a row is longer than it was at first
 _FULL = ("full_attention", "attention", "hybrid", "global")
 _WINDOW = ("sliding_attention", "local_attention", "hybrid_sliding")
 _STATE = ("linear_attention", "mamba", "conv", "recurrent", "hybrid", "hybrid_sliding")
@@ -35,13 +35,15 @@ class Remembered(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What the dry forward saw of an attention layer."""
+    """What the dry forward saw of one call of attention."""
 
+    layer: int | None  # by the module's own number; None: it has none (a block that several layers share)
     window: int | None
-    k: tuple[int, ...]  # heads, dimension
-    v: tuple[int, ...] | None  # None: in K (latents.py)
+    k: tuple[int, int]  # heads, dimension
+    v: tuple[int, int]
     dtype: torch.dtype
     queries: int  # heads that ask
+    latent: bool  # the values are the first part of the keys (latents.py)
 
 
 def text_config(config: Any) -> Any:
@@ -50,7 +52,7 @@ def text_config(config: Any) -> Any:
 
 
 def refuse(config: Any) -> None:
-    """Unsupported, with the reason, for a model we cannot serve yet."""
+    """Unsupported, with the reason, for a model whose config tells that we cannot serve it yet."""
     name = getattr(config, "model_type", "this model")
 
     def no(why: str) -> None:
@@ -62,35 +64,73 @@ def refuse(config: Any) -> None:
         no(f"its checkpoint is quantised ({method or 'unknown method'}); use one in bf16, f16 or f32")
     if getattr(config, "is_encoder_decoder", False):
         no("it has an encoder")
-    for part in ("vision_config", "audio_config", "speech_config"):
-        if getattr(config, part, None) is not None:
-            no(f"it takes multimodal input ({part})")
     text = text_config(config)
-    if getattr(text, "num_kv_shared_layers", 0):
-        no(f"{text.num_kv_shared_layers} of its layers share K and V with others (num_kv_shared_layers)")
     kinds = layer_kinds(text)
     if "chunked_attention" in kinds:
         no("it has chunked attention (attention_chunk_size)")
     unknown = sorted(set(kinds) - {*_FULL, *_WINDOW, *_STATE, *_NOTHING})
     if unknown:
         no(f"its config has layers of unknown kinds: {', '.join(unknown)}")
-    changing = sorted(
-        _rope_types(getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)) & _ROPE
-    )
-    if changing:
-        no(f"its rotary frequencies depend on the length of the batch (rope type {changing[0]!r})")
-    if getattr(text, "use_bidirectional_attention", False):
+    for rope in _ropes(text):
+        if _rope_limit(text, rope) == 0:
+            no(
+                f"its rotary frequencies depend on the length of the batch (rope type {_rope_type(rope)!r}), and its "
+                "config does not say up to which length they are as they were trained "
+                "(original_max_position_embeddings)"
+            )
+    if getattr(text, "use_bidirectional_attention", False) not in (False, None, "vision"):  # that is for images alone
         no("its attention is bidirectional")
     if getattr(text, "alibi", False) or getattr(text, "position_embedding_type", "absolute") == "relative_key":
         no("its positions are no function of the token alone (alibi or relative keys)")
 
 
-def _rope_types(told: Any) -> set[str]:
-    """The kinds of rotary embedding a config asks for, one or one for each kind of layer."""
-    if not isinstance(told, dict):
-        return set()
-    types = {str(told[name]) for name in ("rope_type", "type") if name in told}
-    return types.union(*(_rope_types(part) for part in told.values()))
+def longest_context(text: Any) -> tuple[int, str] | None:
+    """How long a context can be without its company changing what its tokens are given, and why; None: as long as you
+    like. Beyond, some rotary embeddings give every token of the batch other frequencies (longrope, dynamic)."""
+    limits = [(limit, _rope_type(rope)) for rope in _ropes(text) if (limit := _rope_limit(text, rope)) is not None]
+    if not limits:
+        return None
+    limit, kind = min(limits)
+    return limit, f"beyond, rope type {kind!r} changes the rotary frequencies of the whole batch"
+
+
+def freeze_rotary(model: Any) -> None:
+    """Rotary embeddings keep the frequencies they were made with, which hold up to `longest_context`."""
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, str) and _changes(kind):
+            module.rope_type = "frozen"
+        elif isinstance(kind, dict):
+            module.rope_type = {name: "frozen" if _changes(each) else each for name, each in kind.items()}
+
+
+def _changes(kind: str) -> bool:
+    return "dynamic" in kind or kind in _LONG_ROPE
+
+
+def _ropes(text: Any) -> list[Mapping[str, Any]]:
+    """The rotary embeddings a config asks for, one or one for each kind of layer."""
+    told = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
+    if not isinstance(told, Mapping):
+        return []
+    if _rope_type(told):
+        return [told]
+    return [part for part in told.values() if isinstance(part, Mapping)]
+
+
+def _rope_type(rope: Mapping[str, Any]) -> str:
+    return str(rope.get("rope_type") or rope.get("type") or "")
+
+
+def _rope_limit(text: Any, rope: Mapping[str, Any]) -> int | None:
+    """Up to which length its frequencies are those it was made with; None: always; 0: not known."""
+    kind = _rope_type(rope)
+    if not _changes(kind) or rope.get("alpha"):  # a fixed alpha stretches them once and for all (Hunyuan)
+        return None
+    name = "original_max_position_embeddings"
+    if kind in _LONG_ROPE:
+        return int(rope.get(name) or getattr(text, name, None) or 0)
+    return int(getattr(text, "max_position_embeddings", None) or 0)
 
 
 def layer_kinds(text: Any) -> list[str]:
@@ -108,17 +148,37 @@ def config_window(text: Any) -> int | None:
 
 
 class Probe:
-    """Stands in for attention during the dry forward: sees what each layer asks for, and answers with zeros."""
+    """Stands in for attention during the dry forward: sees what each call asks for, and answers with zeros."""
 
-    def __init__(self, latents: Container[int]) -> None:
-        self.layers: dict[int, Seen] = {}
-        self._latents = latents  # layers whose values are the first part of their keys
+    def __init__(self) -> None:
+        self.calls: list[Seen] = []
 
-    def attend(self, module: Any, q: Any, k: Any, v: Any, window: int | None, **_: Any) -> Any:
-        layer = int(module.layer_idx)
-        values = None if layer in self._latents else (v.shape[1], v.shape[3])
-        self.layers[layer] = Seen(window, (k.shape[1], k.shape[3]), values, k.dtype, q.shape[1])
+    def attend(
+        self, call: int, module: Any, q: Any, k: Any, v: Any, *, window: int | None, latent: bool, **_: Any
+    ) -> Any:
+        layer = getattr(module, "layer_idx", None)
+        own = layer if isinstance(layer, int) and layer >= 0 else None
+        self.calls.append(Seen(own, window, _sizes(k), _sizes(v), k.dtype, q.shape[1], latent))
         return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
+
+
+def _sizes(kept: Any) -> tuple[int, int]:
+    return int(kept.shape[1]), int(kept.shape[3])
+
+
+def gathered_of(cache: Any) -> list[Seen]:
+    """What a dry forward left in a cache of K and V, layer by layer: of a model that attends by itself."""
+    found: list[Seen] = []
+    for layer, kept in enumerate(cache.layers):
+        k, v = getattr(kept, "keys", None), getattr(kept, "values", None)
+        if (
+            isinstance(k, torch.Tensor)
+            and isinstance(v, torch.Tensor)
+            and k.dim() == v.dim() == 4
+            and len(found) == layer
+        ):
+            found.append(Seen(layer, None, _sizes(k), _sizes(v), k.dtype, k.shape[1], False))
+    return found
 
 
 def states_of(cache: Any) -> dict[int, list[tuple[str, torch.Tensor]]]:
@@ -138,19 +198,20 @@ def states_of(cache: Any) -> dict[int, list[tuple[str, torch.Tensor]]]:
 
 
 def remembered(
-    text: Any, attention: dict[int, Seen], states: dict[int, list[tuple[str, torch.Tensor]]], page: int
+    text: Any, calls: list[Seen], states: dict[int, list[tuple[str, torch.Tensor]]], page: int
 ) -> list[Remembered]:
-    """The groups of a model, from what its dry forward showed; Unsupported if its config says something else."""
+    """The groups of a model, from what its dry forward showed; Unsupported if its config says something else. In
+    groups of attention the layers of a page are numbered by the calls of a forward."""
     kinds, window = layer_kinds(text), config_window(text)
-    for layer, kind in enumerate(kinds):
-        _agree(layer, kind, window, attention.get(layer), layer in states)
+    numbered = all(seen.layer is not None for seen in calls)
+    for layer, kind in enumerate(kinds) if numbered else ():
+        own = [seen for seen in calls if seen.layer == layer]
+        _agree(layer, kind, window, own[0] if own else None, layer in states)
     groups = []
-    full = [layer for layer, seen in attention.items() if seen.window is None]
-    if full:
-        groups.append(Remembered("full", "full", None, _pages(attention, full, page)))
-    for width in sorted({seen.window for seen in attention.values() if seen.window is not None}):
-        layers = [layer for layer, seen in attention.items() if seen.window == width]
-        groups.append(Remembered(f"window{width}", "window", width, _pages(attention, layers, page)))
+    for width in sorted({seen.window for seen in calls}, key=lambda width: width or 0):
+        name, family = ("full", "full") if width is None else (f"window{width}", "window")
+        some = {call: seen for call, seen in enumerate(calls) if seen.window == width}
+        groups.append(Remembered(name, family, width, _pages(some, page)))
     if states:
         parts = [
             PagePart(layer, name, tuple(state.shape), state.dtype)
@@ -159,7 +220,10 @@ def remembered(
         ]
         groups.append(Remembered("state", "state", None, PageLayout(parts)))
     if not groups:
-        raise Unsupported("this model keeps nothing that could be cached: no layer has attention or a state")
+        raise Unsupported(
+            "its layers attend in a way of their own: through no attention function of transformers, and with no cache "
+            "of K and V or of states"
+        )
     return groups
 
 
@@ -175,14 +239,13 @@ def _agree(layer: int, kind: str, window: int | None, seen: Seen | None, has_sta
         raise Unsupported(f"layer {layer} is {kind} by its config, and left no state")
 
 
-def _pages(attention: dict[int, Seen], layers: list[int], page: int) -> PageLayout:
+def _pages(calls: dict[int, Seen], page: int) -> PageLayout:
     def parts() -> Iterator[PagePart]:
-        for layer in sorted(layers):
-            seen = attention[layer]
-            if seen.v is None:
-                yield PagePart(layer, "latent", (page, *seen.k), seen.dtype)
+        for call, seen in calls.items():
+            if seen.latent:
+                yield PagePart(call, "latent", (page, *seen.k), seen.dtype)
                 continue
-            yield PagePart(layer, "k", (page, *seen.k), seen.dtype)
-            yield PagePart(layer, "v", (page, *seen.v), seen.dtype)
+            yield PagePart(call, "k", (page, *seen.k), seen.dtype)
+            yield PagePart(call, "v", (page, *seen.v), seen.dtype)
 
     return PageLayout(parts())

@@ -45,10 +45,21 @@ class Requests:
 
     scheduler: Scheduler
     loop: EngineLoop
+    closes_within = 5.0  # seconds for what a store is owed
 
-    def __init__(self, *, vocabulary: int, max_model_len: int, eos: Sequence[int], tokenizer: Any, seed: int) -> None:
+    def __init__(
+        self,
+        *,
+        vocabulary: int,
+        max_model_len: int,
+        eos: Sequence[int],
+        tokenizer: Any,
+        seed: int,
+        max_logprobs: int = 20,
+    ) -> None:
         self.vocabulary = vocabulary
         self.max_model_len = max_model_len
+        self.max_logprobs = max_logprobs
         self.eos = tuple(eos)
         self.tokenizer = tokenizer
         self.detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
@@ -96,6 +107,7 @@ class Requests:
             sample = Sample(spec, id, index, ids, params, stops, words, stream, miss, grammar)
             if sample.scores_prompt:  # what is cached has no logits
                 sample.spec = replace(spec, reads_cache=False)
+                sample.prompt_logprobs = [None] * len(ids)  # nothing is known of the first
             samples.append(sample)
         if self._change is not None:
             self.held += samples
@@ -119,6 +131,10 @@ class Requests:
             raise Refused(
                 id, f"the prompt has {len(prompt)} tokens, and the context is {self.max_model_len} with its answer"
             )
+        for field in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, field) or 0) > self.max_logprobs:
+                got = getattr(params, field)
+                raise Refused(id, f"{field} may be {self.max_logprobs} here (max_logprobs), got {got}")
         params.check_vocabulary(self.vocabulary)
         return prompt.astype(np.int32)
 
@@ -209,7 +225,7 @@ class Requests:
     def close(self) -> None:
         """Abort who is left, and write back what a store is owed."""
         self.abort(self.held)
-        self._end(self.loop.close())
+        self._end(self.loop.close(self.closes_within))
 
     # ---- other weights
 

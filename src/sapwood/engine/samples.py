@@ -95,8 +95,6 @@ class Sample:
 
     def learns(self, position: int, likely: Likely, tokenizer: Any) -> None:
         """How likely the prompt's token at `position` was."""
-        if not self.prompt_logprobs:
-            self.prompt_logprobs = [None] * len(self.prompt)
         token = int(self.prompt[position])
         self.prompt_logprobs[position] = _named(likely, token, self.params.prompt_logprobs or 0, tokenizer)
 

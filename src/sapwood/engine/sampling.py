@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from .link import Link
-from .params import MOST_BAD_WORD_TOKENS, MOST_LOGPROBS, SamplingParams
+from .params import MOST_BAD_WORD_TOKENS, SamplingParams
 
 Ints = Sequence[int] | npt.NDArray[np.integer[Any]]
 
@@ -76,12 +76,11 @@ class Sampled(NamedTuple):
     logprobs: Logprobs | None
 
 
-def logprobs_of(logits: Tensor, tokens: Tensor, ranked: bool) -> Logprobs:
-    """Of some rows' logits, for the token of each; `ranked`: and of the likeliest tokens."""
+def logprobs_of(logits: Tensor, tokens: Tensor, most: int) -> Logprobs:
+    """Of some rows' logits, for the token of each, and of so many of the likeliest."""
     values = _working(logits).log_softmax(-1)
     chosen = values.gather(1, tokens[:, None])
-    # Always as many: among equals, which come first may depend on how many are asked for.
-    top = values.topk(min(MOST_LOGPROBS, values.shape[1]) if ranked else 0)
+    top = values.topk(min(most, values.shape[1]))
     return Logprobs(chosen[:, 0], (values > chosen).sum(-1) + 1, top.indices, top.values)
 
 
@@ -113,12 +112,20 @@ class _Seat:
 
 class Sampler:
     """Chooses tokens. `slots`: how many there are; `vocabulary`: how wide logits are; `source`: where seeds come from
-    for requests without one."""
+    for requests without one; `most_logprobs`: of the likeliest tokens, that anybody may ask for."""
 
-    def __init__(self, slots: int, vocabulary: int, device: torch.device | str, source: random.Random) -> None:
+    def __init__(
+        self,
+        slots: int,
+        vocabulary: int,
+        device: torch.device | str,
+        source: random.Random,
+        most_logprobs: int = 20,
+    ) -> None:
         self.vocabulary = vocabulary
         self.device = torch.device(device)
         self._source = source
+        self._most_logprobs = most_logprobs
         self._kernel = _kernel(self.device)
         self._link = Link(self.device)
         self._needs = np.full(slots, _EDITS)  # slots that are not seated are found when their edits are looked for
@@ -238,7 +245,9 @@ class Sampler:
         logprobs = None
         if len(asked):
             at = self._put(asked)
-            logprobs = logprobs_of(logits.index_select(0, at), tokens[at], bool(len(rows.that(_RANKED))))
+            # Always as many: among equals, which come first may depend on how many are asked for.
+            most = self._most_logprobs if len(rows.that(_RANKED)) else 0
+            logprobs = logprobs_of(logits.index_select(0, at), tokens[at], most)
         if len(looking):
             self._observe(rows.some(looking), tokens[self._put(looking)])
         return Sampled(tokens, bad, asked, logprobs)

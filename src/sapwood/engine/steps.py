@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from sapwood.cache import PageCopy
-from sapwood.scheduler import Event, Plan, StepDone, StepFailed
+from sapwood.scheduler import Batch, Event, Plan, StepDone, StepFailed
 
 from . import attention as att
 from . import recurrent
+from .gathered import gather_of
 from .model import Flat, ServedModel
 from .pieces import Piece, pieces
 from .sampling import Logprobs, Sampled, logprobs_of
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 Likely = dict[int, tuple[float, int]]  # token -> log-probability and rank
 _LEAST, _MOST = 16, 1 << 30  # tokens of a piece: below, it is not tried in smaller ones
 _FITTED = 256  # steps that fit, before pieces are tried that are twice as large
+_GATHERED = 1 << 27  # scores of a layer that attends by itself: every token's with every key, for every head
 _SCORED = 256  # prompt tokens whose log-probabilities are taken at once
 
 
@@ -49,6 +51,8 @@ class Told(NamedTuple):
 
 class Hooks(Protocol):
     """What an executor asks of whoever knows the requests."""
+
+    max_logprobs: int  # of the likeliest tokens, that anybody may ask for
 
     def seat(self, plan: Plan) -> None:
         """Slots have new owners (`plan.seated`)."""
@@ -80,6 +84,8 @@ class Hooks(Protocol):
 
 class Greedy:
     """The likeliest token, always, and no adapters."""
+
+    max_logprobs = 0
 
     def seat(self, plan: Plan) -> None: ...
 
@@ -183,7 +189,7 @@ class ModelExecutor:
         scores: list[Scores] = []
         found: list[Tensor] = []
         self._copy(plan.copies, "before")
-        for piece in pieces(batch, self.most):
+        for piece in pieces(batch, self._largest(batch)):
             flat, which = self._flat(plan, piece, scored)
             self._scrub(flat)
             with self.hooks.adapted(plan, slice(piece.first, piece.last)):
@@ -199,6 +205,15 @@ class ModelExecutor:
         if rows:
             self._last[self._put(batch.slots[rows])] = drawn.tokens
         return Running(plan, rows, drawn, scores)
+
+    def _largest(self, batch: Batch) -> int:
+        """The most tokens of a piece. Where models attend by themselves, scores take the memory of tokens times keys:
+        rows apart from each other have fewer of them."""
+        if not self.served.gathers:
+            return self.most
+        keys = int(batch.starts.sum() + batch.lengths.sum())
+        heads = max(kept.queries for kept in self.served.kept.values())
+        return min(self.most, max(_LEAST, _GATHERED // (heads * max(keys, 1))))
 
     def finish(self, block: bool = True) -> Sequence[Event]:
         plan, rows, drawn, scores, _ = self._running.popleft()
@@ -217,6 +232,10 @@ class ModelExecutor:
     def close(self) -> None:
         """Let go of all memory."""
         self.arena.close()
+
+    def forget(self) -> None:
+        """Nothing runs, and whoever gives plans from now on begins anew."""
+        self._last.zero_()
 
     def newest(self, slots: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         """The tokens sampled last for these slots. Waits for the step that samples them."""
@@ -242,10 +261,11 @@ class ModelExecutor:
             if group.family == "state":
                 states = self._states(ends - lengths, lengths, table[:, 0])
             else:
-                write_from = batch.write_from[group.name][rows]
-                groups[group.name] = att.rows_of(
-                    starts, lengths, table, write_from, self.served.page_size, group.window, device
-                )
+                write_from, page = batch.write_from[group.name][rows], self.served.page_size
+                found = att.rows_of(starts, lengths, table, write_from, page, group.window, device)
+                if self.served.gathers:
+                    found = found._replace(gather=gather_of(starts, lengths, table, page, device))
+                groups[group.name] = found
         tokens = batch.tokens[piece.first : piece.last]
         ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
         unknown = (tokens < 0).nonzero()[0]
@@ -279,7 +299,7 @@ class ModelExecutor:
     def _score(self, row: int, first: int, tokens: Tensor, logits: Tensor) -> Iterator[Scores]:
         for at in range(0, len(tokens), _SCORED):
             some = tokens[at : at + _SCORED]
-            yield Scores(row, first + at, some, logprobs_of(logits[at : at + _SCORED], some, True))
+            yield Scores(row, first + at, some, logprobs_of(logits[at : at + _SCORED], some, self.hooks.max_logprobs))
 
     # ---- memory
 

@@ -17,6 +17,7 @@ import math
 import select
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Literal, NamedTuple
@@ -59,6 +60,13 @@ class _Job(NamedTuple):
     deadline: float
 
 
+class _Held(NamedTuple):
+    """A job that is over, and whose memory the backend still has."""
+
+    job: _Job
+    events: list[Event]
+
+
 class _First(contextlib.AbstractContextManager[None]):
     """`with` it, a step goes before the threads of a store: they stop where they can. Python itself would have a step
     let go whenever one of them has waited for `_SWITCH`, and then wait until that one has a processor and takes its
@@ -80,10 +88,11 @@ class Tiers:
     """The tiers of one scheduler, in the hands of a mover and a store. All but `wake` is called by one thread.
 
     The mover's host arena is registered with the store. A tick is `tick_seconds` of `clock`; without a store nobody
-    counts ticks. With one that has threads here, its `on_report` is taken, and threads of this process take turns every
-    0.2 ms, and every ms while a step begins or polls; open it with `process=True` and no step waits for it. A lookup
-    and a fetch are given up shortly before the scheduler loses its patience; a backup when it has taken longer than
-    its size explains. While the store's breaker is open, the scheduler knows (`StoreUp`) and asks nothing.
+    counts ticks. With one that has threads here, its `on_report` is taken, and threads of this process take turns
+    every 0.2 ms, and every ms while a step begins or polls; open it with `process=True` and no step waits for it. A
+    lookup and a fetch are given up shortly before the scheduler loses its patience; a backup when it has taken longer
+    than `backup_seconds` and its size explain. While the store's breaker is open, the scheduler knows (`StoreUp`) and
+    asks nothing.
     """
 
     def __init__(
@@ -93,6 +102,7 @@ class Tiers:
         store: Store | None = None,
         *,
         tick_seconds: float = 0.01,
+        backup_seconds: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not (isinstance(tick_seconds, int | float) and 0 < tick_seconds < math.inf):
@@ -105,6 +115,7 @@ class Tiers:
         self._store = store
         self._first: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         self._tick = tick_seconds
+        self._backup_seconds = backup_seconds
         self._clock = clock
         self._began = clock()
         self._ticks = 0  # that were told
@@ -112,7 +123,7 @@ class Tiers:
         self._switch = 0.0  # how long threads could keep the interpreter before
         self._moves: dict[int, Kind] = {}
         self._jobs: dict[int, _Job] = {}
-        self._held: dict[int, list[Event]] = {}  # by job: told when the backend has returned
+        self._held: dict[int, _Held] = {}  # by job: told when the backend has returned
         self._ready: list[Event] = []  # for the next poll
         self._bell = Bell()
         self._sleeper = select.poll()
@@ -121,6 +132,7 @@ class Tiers:
         self._closed = False
         self._counts = dict.fromkeys(("loads", "saves", "lookups", "fetches", "backups", "failed", "refused"), 0)
         self._pages = dict.fromkeys(("fetched", "backed_up"), 0)
+        self._skipped = False  # whether it was said that host has no room
         if store is not None and mover is not None:
             self._page_bytes = {group.name: group.page_bytes for group in mover.host.groups}
             for name, pages in mover.host.pages.items():
@@ -165,6 +177,13 @@ class Tiers:
         with self._first:
             self._collect()
         events, self._ready = self._ready, []
+        if not self._skipped and self._cache.pages_skipped:
+            self._skipped = True
+            log.warning(
+                "host memory has no room for %d pages of one save: they will be computed again. More host memory "
+                "(host_cache) would keep them; stats()['cache']['transfers'] counts them as pages_skipped",
+                self._cache.pages_skipped,
+            )
         if self._store is not None:
             ticks = math.floor((self._clock() - self._began) / self._tick + 1e-6)
             if ticks > self._ticks:
@@ -233,6 +252,25 @@ class Tiers:
         self._collect()
         return returned
 
+    @property
+    def backed_up(self) -> int:
+        """Pages that the store has said to have kept."""
+        return self._pages["backed_up"]
+
+    def say_unwritten(self) -> None:
+        """Nothing will be written any more: log how much the store should have had besides."""
+        if self._store is None or self._mover is None:
+            return
+        lost = Counter(self.scheduler.unwritten())
+        for job, events in self._held.values():
+            for operation, event in zip(job.operations, events, strict=True):
+                if isinstance(event, BackupDone) and not event.ok:
+                    lost.update({name: int(np.count_nonzero(ids)) for name, ids in operation.pages.items()})
+        if pages := lost.total():
+            size = sum(n * self._page_bytes[name] for name, n in lost.items())
+            uri = self._store.stats()["uri"]
+            log.warning("store %s: %d pages (%d bytes) could not be written before the engine ended", uri, pages, size)
+
     def stats(self) -> dict[str, Any]:
         """Operations since the beginning, those under way, and what mover and store say themselves.
 
@@ -245,7 +283,7 @@ class Tiers:
             "pages_fetched": self._pages["fetched"],
             "pages_backed_up": self._pages["backed_up"],
             "under_way": len(self._moves) + len(self._jobs) + len(self._held),
-            "held": sum(len(events) for events in self._held.values()),
+            "held": sum(len(held.events) for held in self._held.values()),
             "mover": self._mover.stats() if self._mover is not None else {},
             "store": self._store.stats() if self._store is not None else {},
         }
@@ -271,7 +309,8 @@ class Tiers:
                 name: np.concatenate([one.pages.get(name, np.zeros(len(one.hashes), np.int32)) for one in some])
                 for name in self._page_bytes
             }
-            self._ask("backup", some, hashes, pages, timeout_for(sum(self._bytes_of(one) for one in some)))
+            timeout = timeout_for(sum(self._bytes_of(one) for one in some), self._backup_seconds)
+            self._ask("backup", some, hashes, pages, timeout)
 
     def _ask(
         self, kind: StoreKind, operations: Sequence[Any], hashes: list[bytes], pages: dict[str, Any], timeout: float
@@ -302,13 +341,15 @@ class Tiers:
         if self._store is not None:  # also if nothing is under way: its process may have to be started again
             for report in self._store.poll():
                 if isinstance(report, Released):
-                    for event in self._held.pop(report.job, ()):
-                        self._tell(event)
+                    if held := self._held.pop(report.job, None):
+                        for event in held.events:
+                            self._tell(event)
                 elif report.job in self._jobs:
                     self._over(report)
 
     def _over(self, done: JobDone) -> None:
-        kind, operations, _ = self._jobs.pop(done.job)
+        job = self._jobs.pop(done.job)
+        kind, operations, _ = job
         if kind == "lookup":  # it has no memory to hold
             begin = 0
             for lookup in operations:
@@ -331,7 +372,7 @@ class Tiers:
                 events.append(BackupDone(backup.op, not any(lost)))
                 self._pages["backed_up"] += 0 if any(lost) else len(backup.hashes)
         if done.held:
-            self._held[done.job] = events
+            self._held[done.job] = _Held(job, events)
             return
         for event in events:
             self._tell(event)

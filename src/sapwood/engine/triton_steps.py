@@ -45,6 +45,11 @@ class Known:
             first = self.first[name] = sum(sizes[other] for other in self.first)
             self.tables[name] = self._tables[first : first + sizes[name]].view(slots + 1, columns)
 
+    def forget(self) -> None:
+        """As when it was made."""
+        self._tables.zero_()
+        self.last.zero_()
+
     def begin(self, step: Packed, tokens: int, rows: int) -> Begun:
         """Apply what a step changes, and give the numbers of its first `tokens` and `rows`."""
         changes = (self._tables, step.changed, step.count)

@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .default_model import converted, default_model
+from .default_model import converted, default_file
+from .flags import DTYPES, LOAD_FORMATS
 from .model_files import ModelError, ModelFiles, config_in, files_in, tensors_in
 
 if TYPE_CHECKING:
     import torch
 
-DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-LOAD_FORMATS = ("auto", "dummy")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _TEXTS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt")
 _WEIGHTS = ("model.safetensors", "model-*.safetensors")
@@ -35,46 +34,55 @@ _PERIOD = 4_194_301  # a prime, so that the rows of a matrix never begin at the 
 
 def find_model(model: str | None, *, load_format: str, revision: str | None = None) -> ModelFiles:
     """The files of a model. `load_format="dummy"` needs a config alone: the folder of one, or the file itself."""
-    _one_of("load_format", load_format, LOAD_FORMATS)
     dummy = load_format == "dummy"
-    path = Path(model or "").expanduser()
-    if model is None:
-        folder = default_model()
-    elif path.suffix == ".gguf" and path.is_file():
-        folder = converted(path)
-    elif path.name == "config.json" and path.is_file() and dummy:
-        folder = path.parent
-    elif path.is_dir():
-        folder = path
-    elif path.exists():
-        raise ModelError(f"{path} is neither a model folder nor a .gguf file")
-    elif _HUB_ID.fullmatch(model):
-        folder = _from_hub(model, revision, _TEXTS if dummy else _TEXTS + _WEIGHTS)
-    else:
-        raise ModelError(f"{path} is not there")
+    place = place_of(model, load_format)
+    if place is None:
+        place = _from_hub(str(model), revision, _TEXTS if dummy else _TEXTS + _WEIGHTS)
+    folder = place if place.is_dir() else converted(place)
     name = model or "the default model"
     return ModelFiles(name, folder, config_in(folder), ()) if dummy else files_in(folder, name)
 
 
+def place_of(model: str | None, load_format: str) -> Path | None:
+    """The folder or the GGUF file of a model here, of which nothing is read; None: it is on the hub."""
+    _one_of("load_format", load_format, LOAD_FORMATS)
+    path = Path(model or "").expanduser()
+    if model is None:
+        return default_file()
+    if path.suffix == ".gguf" and path.is_file():
+        return path
+    if path.name == "config.json" and path.is_file() and load_format == "dummy":
+        return path.parent
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelError(f"{path} is neither a model folder nor a .gguf file")
+    if _HUB_ID.fullmatch(model):
+        return None
+    raise ModelError(f"{path} is not there")
+
+
 def import_transformers(files: ModelFiles) -> None:
     """What `load_model` needs of transformers for these files: seconds, where nothing of it was imported before."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
     config = _config(files)
     with _named(files.folder):
-        MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # its file is imported now
+        _loader_for(config)._model_mapping.get(type(config), None)  # its file is imported now
 
 
 def load_model(files: ModelFiles, *, dtype: str, device: str, seed: int = 0, progress: bool = False) -> torch.nn.Module:
-    """The model on its device, ready to compute. No second copy of its weights is made in host memory on the way.
+    """The model on its device, ready to compute. No second copy of its weights is made in host memory on the way. What
+    its config tells that we cannot serve is refused before anything is read.
 
     `dtype="auto"` is float32 on a CPU and the checkpoint's elsewhere. Where there are no weights, they are random.
     """
     import torch
 
+    from .remembers import refuse
+
     _one_of("dtype", dtype, DTYPES)
     place = torch.device(device)
     config = _config(files)
+    refuse(config)
     kind: Any = getattr(torch, dtype) if dtype != "auto" else torch.float32 if place.type == "cpu" else "auto"
     if not files.weights:
         model = _dummy(files, config, kind, place, seed)
@@ -98,7 +106,9 @@ def _from_hub(model: str, revision: str | None, patterns: tuple[str, ...]) -> Pa
 
 def _config(files: ModelFiles) -> Any:
     """The config as transformers understands it. Code that comes with a model is never run."""
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    from .remembers import refuse
 
     path = files.folder / "config.json"
     kind = files.config.get("model_type")
@@ -107,18 +117,26 @@ def _config(files: ModelFiles) -> Any:
         raise ModelError(f"{path}: transformers does not know model_type {kind!r:.60}: the model is too new{code}")
     with _named(path):
         config = AutoConfig.from_pretrained(files.folder, local_files_only=True, trust_remote_code=False)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(f"{path}: a {kind} model does not generate text")
+    if _loader_for(config) is None:
+        refuse(config)
+        raise ModelError(f"{path}: transformers has no class for a {kind} model that generates text from text")
     return config
 
 
-def _load(files: ModelFiles, config: Any, dtype: Any, device: torch.device, progress: bool) -> torch.nn.Module:
+def _loader_for(config: Any) -> Any:
+    """What of transformers makes a model of this config: that of language models, or those of models that take images
+    or sound too, which are served for text alone. None: nothing does."""
     import transformers
 
-    loader: Any = transformers.AutoModelForCausalLM  # typed as if it gave no report
+    loaders: tuple[Any, ...] = (transformers.AutoModelForCausalLM, transformers.AutoModelForMultimodalLM)
+    return next((loader for loader in loaders if type(config) in loader._model_mapping), None)
+
+
+def _load(files: ModelFiles, config: Any, dtype: Any, device: torch.device, progress: bool) -> torch.nn.Module:
+    loader = _loader_for(config)
     held = {name: path for path in files.weights for name in tensors_in(path)}
     on_device = {} if device.type == "cpu" else {"device_map": {"": device}}
-    with _named(files.folder), _quiet(progress), _each_in_its_own_memory():
+    with _named(files.folder), quiet(progress), _each_in_its_own_memory():
         model, report = loader.from_pretrained(
             files.folder,
             config=config,
@@ -192,7 +210,7 @@ def _each_in_its_own_memory() -> Iterator[None]:
 
 
 @contextmanager
-def _quiet(progress: bool) -> Iterator[None]:
+def quiet(progress: bool) -> Iterator[None]:
     """transformers shows its progress bar as told, and leaves its report to us."""
     from transformers import utils
 
@@ -215,13 +233,11 @@ def _dummy(files: ModelFiles, config: Any, dtype: Any, device: torch.device, see
     memory. Where the model begins with ones (norms), the numbers are added to them.
     """
     import torch
-    import transformers
 
-    maker: Any = transformers.AutoModelForCausalLM
     if dtype == "auto":
         dtype = getattr(config.get_text_config(), "dtype", None) or torch.bfloat16
     with _named(files.folder / "config.json"), device, torch.random.fork_rng(devices=[]), _not_random():
-        model: torch.nn.Module = maker.from_config(config, dtype=dtype, trust_remote_code=False)
+        model: torch.nn.Module = _loader_for(config).from_config(config, dtype=dtype, trust_remote_code=False)
     ring = torch.from_numpy(_ring(seed)).to(device)
     with torch.no_grad():
         for name, tensor in model.named_parameters():

@@ -94,7 +94,8 @@ class Decoding:
             n = self.count
             fixed = self._fields[:, :n].astype(np.int32)  # one call for all: small arrays cost what calls cost
             self._since, self._counted_from = self.planned, _NEVER
-            self._base: Ints = fixed[_LEAD] + np.int32(self.planned)
+            # Positions are small; a lead is not, after so many steps, and what is in `fixed` of it means nothing.
+            self._base: Ints = (self._fields[_LEAD, :n] + self.planned).astype(np.int32)
             fixed[LENGTH] = 1
             self._shown = _new(
                 Shown,

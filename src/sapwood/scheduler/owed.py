@@ -71,6 +71,16 @@ class Owed:
             taken.append(self._now.popleft())
         return taken
 
+    def take_all(self) -> list[_Entry]:
+        """Everything, whatever the pauses: nobody will be here to offer it later."""
+        taken = [*self._later, *self._now]
+        self._later.clear()
+        self._now.clear()
+        return taken
+
+    def spans(self) -> list[Span]:
+        return [entry.span for entry in (*self._later, *self._now)]
+
     def tries(self, op: int, tries: int) -> None:
         """An operation is under way for a span that was offered before."""
         self.trying[op] = tries

@@ -14,6 +14,8 @@ again where that failed (`owed.py`).
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -239,6 +241,23 @@ class Prefetch:
                 for op in self._begin_backups(entry.span):
                     self.owed.tries(op, entry.tries)
 
+    def offer_all(self) -> bool:
+        """All of it goes out with the next plan, if the store answers. False if nothing does."""
+        entries = self.owed.take_all() if self.up else []
+        for entry in entries:
+            for op in self._begin_backups(entry.span):
+                self.owed.tries(op, 0)  # it is not given up for being refused now
+        return bool(entries)
+
+    def unwritten(self) -> dict[str, int]:
+        """By group, how many pages host has of what is owed, or was not handed out."""
+        pages = {(name, hash) for each in self.backups for name, hash in _parts_of(each)}
+        for span in self.owed.spans():
+            for operation in self.cache.begin_backups(span):
+                self.cache.backup_done(operation.op, False)
+                pages.update(_parts_of(operation))
+        return Counter(name for name, _ in pages)
+
     def _begin_backups(self, span: Span) -> list[int]:
         begun = self.cache.begin_backups(span)
         ops = [operation.op for operation in begun]
@@ -308,3 +327,10 @@ class Prefetch:
             raise ProtocolError(
                 f"{type(event).__name__}: pages must be an integer from 0 to {most}, got {event.pages!r:.40}"
             )
+
+
+def _parts_of(operation: StoreOperation) -> Iterator[tuple[str, bytes]]:
+    """The pages that an operation has to do with: group and hash."""
+    for name, ids in operation.pages.items():
+        for at in np.flatnonzero(ids).tolist():
+            yield name, operation.hashes[at]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from sapwood.cache import HybridPrefixCache, KVEvent, Namespace
 
@@ -28,7 +31,7 @@ from .events import (
 from .outcome import Outcome
 from .plan import Plan
 from .planner import Planner
-from .request import Refused, Request, RequestSpec, checked
+from .request import DECODING, PREFILLING, Refused, Request, RequestSpec, checked
 
 
 class Scheduler:
@@ -157,6 +160,19 @@ class Scheduler:
         loaded = min(request.loaded, request.cached)
         return loaded, min(request.fetched, loaded)
 
+    def offer_owed(self) -> bool:
+        """The engine is about to end: what the store has not got, and could not keep before, goes out with the next
+        plan, without a pause. False if nothing does: nothing is owed, or the store does not answer."""
+        return self._book.prefetch.offer_all()
+
+    def unwritten(self) -> dict[str, int]:
+        """By group, how many pages a store would get if this went on: what is owed, and what no plan has handed out."""
+        book = self._book
+        pages = Counter(book.prefetch.unwritten())
+        for save in book.transfers.saves if self.config.store else ():
+            pages.update({name: int(np.count_nonzero(targets)) for name, (_, targets) in save.pages.items()})
+        return dict(pages)
+
     def flush(self) -> None:
         """Forget everything that is cached."""
         self.cache.flush()
@@ -164,6 +180,15 @@ class Scheduler:
     def drain_events(self) -> list[KVEvent]:
         """KV events since the last call."""
         return self.cache.drain_events()
+
+    def adapters(self) -> dict[str, dict[bytes, int]]:
+        """How many live requests have which adapter: of those that are computed, and of those that wait for it."""
+        found: dict[str, dict[bytes, int]] = {"running": {}, "waiting": {}}
+        for request in self._book.requests.values():
+            if request.adapter is not None:
+                some = found["running" if request.phase in (PREFILLING, DECODING) else "waiting"]
+                some[request.adapter] = some.get(request.adapter, 0) + 1
+        return found
 
     def stats(self) -> dict[str, Any]:
         """Requests by state, what was done so far, and the cache's own figures under "cache"."""

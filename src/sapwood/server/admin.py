@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs
 
 import numpy as np
 
-from .errors import ApiError, bad
+from .errors import ApiError, bad, without_paths
 from .generation import Prompt
-from .http import Call
+from .http import Call, query_number, query_text
 from .schemas import DetokenizeRequest, ExplainRequest, LoadAdapter, TokenizeRequest, UnloadAdapter, parse
-from .serving import Serving
+from .serving import Serving, Source
 from .spoken import read_tools
 
 _NAME = re.compile(r"[\w./:@+-]{1,200}")
@@ -33,24 +31,26 @@ def _shown(serving: Serving, name: str, root: str | None = None) -> dict[str, An
         "created": serving.created,
         "owned_by": "sapwood",
         "root": root or model,
-        "parent": model if root is not None else None,
+        "parent": serving.parents.get(name, model) if root is not None else None,
         "max_model_len": serving.limit if root is None else None,
     }
 
 
-def _models(serving: Serving) -> list[dict[str, Any]]:
+def _models(serving: Serving, admin: bool) -> list[dict[str, Any]]:
     base = [_shown(serving, name) for name in serving.names]
-    return base + [_shown(serving, name, serving.paths.get(name, name)) for name in serving.adapters]
+    roots = {name: serving.sources.get(name, Source(name)).shown(admin) for name in serving.adapters}
+    return base + [_shown(serving, name, root) for name, root in roots.items()]
 
 
 async def models(serving: Serving, call: Call) -> None:
-    await call.json({"object": "list", "data": _models(serving)})
+    await call.json({"object": "list", "data": _models(serving, call.caller.admin)})
 
 
 async def one_model(serving: Serving, call: Call) -> None:
     name = call.scope["path_params"]["name"]
-    serving.model(name)
-    await call.json(next(each for each in _models(serving) if each["id"] == name))
+    model = serving.model(name).name
+    known = {each["id"]: each for each in _models(serving, call.caller.admin)}
+    await call.json(known.get(name) or known[model])
 
 
 async def load_adapter(serving: Serving, call: Call) -> None:
@@ -61,35 +61,27 @@ async def load_adapter(serving: Serving, call: Call) -> None:
         raise bad("lora_name", f"lora_name {asked.lora_name!r} is the model's own name")
     if len(serving.adapters) >= _MOST_ADAPTERS:
         raise bad("lora_name", f"{_MOST_ADAPTERS} adapters are loaded already: unload one first")
-    path = _below_root(serving, asked.lora_path)
-    digest = await serving.link.ask("load_adapter", name=asked.lora_name, path=str(path))
+    source = Source(asked.lora_path, _lora_root(serving))
+    if "\0" in asked.lora_path:
+        raise bad("lora_path", "lora_path must be a path")
+    try:
+        digest = await serving.link.load_adapter(asked.lora_name, *source)
+    except ApiError as error:
+        if not call.caller.admin:
+            error.message = without_paths(error.message)
+        raise
     serving.adapters[asked.lora_name] = digest
-    serving.paths[asked.lora_name] = path.name
+    serving.sources[asked.lora_name] = source
     await call.json({"status": "ok", "message": f"adapter {asked.lora_name!r} is loaded", "digest": digest.hex()})
 
 
-def _below_root(serving: Serving, path: str) -> Path:
+def _lora_root(serving: Serving) -> str:
     root = serving.config.lora_root
     if not (serving.link.ready and serving.link.ready.facts.get("max_loras")):
         raise ApiError(400, "this server was started without --enable-lora", "no_lora")
     if root is None:
         raise ApiError(403, "adapters are loaded over HTTP only where the server has a --lora-root", "no_lora_root")
-    if "\0" in path:
-        raise bad("lora_path", "lora_path must be a path")
-    folder = Path(root).resolve()
-    try:
-        found = (folder / path).resolve()
-        known = found.is_relative_to(folder) and found.is_dir()
-    except (OSError, RuntimeError):  # a name that is too long, links in a ring
-        known = False
-    if not known:
-        raise ApiError(
-            404,
-            f"lora_path must be a folder below the server's --lora-root, got {path!r:.200}",
-            "no_adapter",
-            "lora_path",
-        )
-    return found
+    return root
 
 
 async def unload_adapter(serving: Serving, call: Call) -> None:
@@ -99,7 +91,8 @@ async def unload_adapter(serving: Serving, call: Call) -> None:
     if asked.lora_name not in serving.adapters:
         raise ApiError(404, f"there is no adapter {asked.lora_name!r:.200} here", "no_adapter", "lora_name")
     del serving.adapters[asked.lora_name]
-    serving.paths.pop(asked.lora_name, None)
+    for known in (serving.sources, serving.parents):
+        known.pop(asked.lora_name, None)
     await serving.link.ask("unload_adapter", name=asked.lora_name)
     await call.json({"status": "ok", "message": f"adapter {asked.lora_name!r} is gone; requests that run with it end"})
 
@@ -150,6 +143,12 @@ async def cache_stats(serving: Serving, call: Call) -> None:
     stats = await serving.link.ask("stats")
     if not call.caller.admin:
         stats["cache"].pop("namespaces", None)  # what others do
+        stats.pop("live_adapters", None)
+        store = stats["tiers"].get("store") or {}
+        store.get("process", {}).pop("pid", None)
+        scheme, separator, _ = store.get("uri", "").partition("file://")
+        if separator:
+            store["uri"] = scheme + separator
     stats["adapters"] = {name: digest.hex() for name, digest in stats["adapters"].items()}
     await call.json(stats)
 
@@ -176,7 +175,7 @@ async def cache_explain(serving: Serving, call: Call) -> None:
 
 
 async def cache_tree(serving: Serving, call: Call) -> None:
-    most = _query(call, "limit", 1000, MOST_NODES)
+    most = query_number(call, "limit", 1000, MOST_NODES)
     tree = await serving.link.ask("tree", most=most)
     if serving.tokens is not None:
         for node in tree["nodes"]:
@@ -186,23 +185,8 @@ async def cache_tree(serving: Serving, call: Call) -> None:
 
 async def reset_prefix_cache(serving: Serving, call: Call) -> None:
     """Forget what is cached. Nobody waits for it: requests that run go on, and keep what they read until they end."""
-    tiers = _query_text(call, "tiers", TIERS[0])
+    tiers = query_text(call, "tiers", TIERS[0])
     if tiers not in TIERS:
         raise bad("tiers", f"tiers must be {' or '.join(TIERS)}, got {tiers!r:.60}")
     told = await serving.link.ask("reset", store=tiers == "all")
     await call.json({"status": "ok", **told})
-
-
-def _query_text(call: Call, name: str, default: str) -> str:
-    try:
-        given = parse_qs(call.scope["query_string"].decode("latin-1"), keep_blank_values=True, max_num_fields=16)
-    except ValueError:
-        raise bad(name, "the query has more than 16 fields") from None
-    return given[name][-1] if name in given else default
-
-
-def _query(call: Call, name: str, default: int, most: int) -> int:
-    text = _query_text(call, name, str(default))
-    if not (text.isascii() and text.isdecimal() and len(text) < 9 and 1 <= int(text) <= most):
-        raise bad(name, f"{name} must be a number from 1 to {most}, got {text!r:.60}")
-    return int(text)

@@ -1,5 +1,5 @@
-"""Questions of the API process about the cache, and changes of adapters, answered between two steps. Files are read on
-a thread of their own."""
+"""Questions of the API process about the cache, and changes of adapters, answered between two steps. Adapters are read
+by processes of their own, for which threads wait."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from typing import Any
 import numpy as np
 
 from sapwood.cache import Namespace
+from sapwood.engine.lora_process import AT_ONCE, ReaderBusy, ReadTimeout
+from sapwood.engine.lora_reader import NoFolder
 from sapwood.engine.requests import Requests
 
 from .messages import Answer, Ask
+
+_PROBLEMS = {NoFolder: "no_adapter", ReaderBusy: "adapters_busy", ReadTimeout: "adapter_timeout"}
 
 
 class Answers:
@@ -21,7 +25,7 @@ class Answers:
     def __init__(self, engine: Requests, send: Callable[[Answer], None]) -> None:
         self.engine = engine
         self._send = send
-        self._files = ThreadPoolExecutor(1, thread_name_prefix="adapters")
+        self._files = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="adapters")  # none of them waits for another
         self._waiting: list[tuple[int, Future[Any], Callable[[Any], Any]]] = []
         self._known: dict[str, Callable[..., Any]] = {
             "stats": self._stats,
@@ -35,8 +39,8 @@ class Answers:
     def take(self, ask: Ask) -> None:
         try:
             found = self._known[ask.what](**ask.arguments)
-        except (ValueError, KeyError, TypeError) as error:
-            self._send(Answer(ask.number, None, _said(error)))
+        except (ValueError, KeyError, TypeError, ReaderBusy) as error:
+            self._send(_refusal(ask.number, error))
             return
         if isinstance(found, _Later):
             future = self._files.submit(found.read)
@@ -52,7 +56,7 @@ class Answers:
             try:
                 self._send(Answer(number, then(future.result()), ""))
             except Exception as error:  # a file can be wrong in any way
-                self._send(Answer(number, None, _said(error)))
+                self._send(_refusal(number, error))
 
     # ---- the cache
 
@@ -61,7 +65,10 @@ class Answers:
         stats = {**engine.scheduler.stats(), "tiers": engine.loop.tiers.stats()}
         cache = dict(stats["cache"])
         cache["namespaces"] = [{**each, "namespace": _shown(each["namespace"], engine)} for each in cache["namespaces"]]
-        return {**stats, "cache": cache, "adapters": self._adapters()}
+        live = engine.scheduler.adapters()
+        told = {state: {digest.hex(): count for digest, count in some.items()} for state, some in live.items()}
+        steps = {"sizes": list(engine.loop.step_sizes), "sum": engine.loop.step_tokens}
+        return {**stats, "cache": cache, "adapters": self._adapters(), "live_adapters": told, "step_tokens": steps}
 
     def _explain(self, tokens: bytes, adapter: bytes | None, salt: str | None, admin: bool) -> dict[str, Any]:
         space = Namespace(adapter, salt, self.engine.version)
@@ -87,11 +94,13 @@ class Answers:
         adapters = getattr(self.engine, "adapters", None)
         return {} if adapters is None else adapters.names()
 
-    def _load_adapter(self, name: str, path: str) -> Any:
+    def _load_adapter(self, name: str, path: str, root: str | None) -> Any:
         adapters: Any = getattr(self.engine, "adapters", None)
         if adapters is None:
             raise ValueError("this server was started without --enable-lora")
-        return _Later(lambda: adapters.read(path), lambda adapter: adapters.add(name, adapter))
+        if len(self._waiting) >= AT_ONCE:
+            raise ReaderBusy(f"{AT_ONCE} adapters are being loaded already: try again when one of them is done")
+        return _Later(lambda: adapters.read(path, root), lambda adapter: adapters.add(name, adapter))
 
     def _unload_adapter(self, name: str) -> bytes:
         adapters: Any = getattr(self.engine, "adapters", None)
@@ -106,15 +115,15 @@ class Answers:
 
 
 class _Later:
-    """`read` on the thread for files, then `then` between two steps."""
+    """`read` on a thread, then `then` between two steps."""
 
     def __init__(self, read: Callable[[], Any], then: Callable[[Any], Any]) -> None:
         self.read = read
         self.then = then
 
 
-def _said(error: Exception) -> str:
-    return str(error) or type(error).__name__
+def _refusal(number: int, error: Exception) -> Answer:
+    return Answer(number, None, str(error) or type(error).__name__, _PROBLEMS.get(type(error), ""))
 
 
 def _shown(space: Namespace, engine: Requests) -> dict[str, Any]:

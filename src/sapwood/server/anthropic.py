@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 
 from sapwood.engine.params import MOST_STOP_LENGTH, MOST_STOPS
 
-from .anthropic_blocks import chat_choice, chat_messages, chat_tools
+from .anthropic_blocks import chat_choice, chat_messages, chat_tools, most_calls
 from .blocks import Block, Blocks, Closed, Opened, Step
 from .conversation import begin, in_words_of, prompt_of, refuse, written_to_cache
 from .errors import ApiError, bad, shown, unsupported
@@ -123,7 +123,8 @@ async def count_tokens(serving: Serving, call: Call) -> None:
 
 async def _prompt(serving: Serving, request: CountRequest) -> tuple[Prompt, Tools]:
     refuse(request, _UNSUPPORTED)
-    tools = read_tools(chat_tools(request.tools), chat_choice(request.tool_choice), serving.tool_parser)
+    choice, most = chat_choice(request.tool_choice), most_calls(request.tool_choice)
+    tools = read_tools(chat_tools(request.tools), choice, serving.tool_parser, most)
     made = chat_messages(request.system, request.messages)
     last = made[-1]
     goes_on = last["role"] == "assistant"
@@ -183,10 +184,9 @@ class MessagesWriter:
         self.request = request
         self.generation = generation
         self.id = f"msg_{secrets.token_hex(12)}"
-        reasoning = serving.config.reasoning_parser == "think"
-        if request.thinking is not None:
-            reasoning = reasoning or request.thinking.type != "disabled"
-        self.blocks = Blocks(Spoken(tools, reasoning, generation.prompts[0].text), serving.tool_parser)
+        asked = (request.thinking is not None and request.thinking.type != "disabled") or None
+        splitter = serving.splitter(generation, tools, _template(request), asked)
+        self.blocks = Blocks(Spoken(tools, splitter), serving.tool_parser)
         self.finish: str | None = None
         self.stop: int | str | None = None
 
@@ -198,6 +198,8 @@ class MessagesWriter:
 
     def piece(self, piece: Piece) -> bytes:
         steps = self.blocks.push(piece)
+        if self.blocks.full:
+            piece = self.generation.cut(piece)
         if piece.finish is not None:
             self.finish, self.stop = piece.finish, piece.stop
             steps += self.blocks.close()

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .errors import bad, shown, unsupported
+from .tools import MOST_CALLS
 
 MOST_BLOCKS = 4096
 _ROLES = ("user", "assistant", "system")
@@ -140,3 +141,12 @@ def chat_choice(choice: Mapping[str, Any] | None) -> Any:
     if kind not in ("auto", "any", "none"):
         raise bad("tool_choice.type", f"tool_choice.type must be auto, any, tool or none, got {shown(kind)}")
     return "required" if kind == "any" else kind
+
+
+def most_calls(choice: Mapping[str, Any] | None) -> int:
+    """How many calls an answer may have."""
+    one = None if choice is None else choice.get("disable_parallel_tool_use")
+    if not isinstance(one, bool | None):
+        field = "tool_choice.disable_parallel_tool_use"
+        raise bad(field, f"{field} must be true or false, got {shown(one)}")
+    return 1 if one else MOST_CALLS

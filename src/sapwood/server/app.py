@@ -37,9 +37,12 @@ from .completions import completions
 from .errors import ApiError, Disconnected
 from .finished import Finished, FinishedPrompt
 from .generation import Generation
+from .hosts import Hosts
 from .http import Call, Headers
+from .http_limits import client_of
+from .links import PAGE_HEADERS, page
 from .openapi import description
-from .responses import delete_response, get_response, responses
+from .responses import cancel_response, delete_response, get_response, input_items, input_tokens, responses
 from .serving import Caller, Serving, new_id
 
 log = logging.getLogger(__name__)
@@ -49,7 +52,7 @@ Answering = Callable[[Serving, Call], Awaitable[Generation | None]]
 
 
 class Endpoint(NamedTuple):
-    """`open`: without a key. `early`: before the engine is ready. `admin`: with the administrator's key only."""
+    """`open`: without a key. `early`: before the server is ready. `admin`: with the administrator's key only."""
 
     path: str
     method: str
@@ -70,7 +73,12 @@ class App:
         self._keys = [key.encode() for key in sorted(serving.config.keys)]
         admin = serving.config.admin_key
         self._admin = None if admin is None else admin.encode()
-        self._origins = {origin.encode() for origin in serving.config.allowed_origins}
+        config = serving.config
+        self._root = config.root_path.rstrip("/")
+        self._origins = {origin.encode() for origin in config.allowed_origins}
+        self._hosts: Hosts | None = None  # where who may ask is not said by keys
+        if config.uds is None and (config.allowed_hosts or not self._keys):
+            self._hosts = Hosts(config.allowed_hosts, config.allowed_origins, config.host)
         by_path: dict[str, list[Endpoint]] = {}
         for endpoint in self._endpoints():
             by_path.setdefault(endpoint.path, []).append(endpoint)
@@ -81,34 +89,44 @@ class App:
         )
 
     def _endpoints(self) -> list[Endpoint]:
+        figures = self.serving.config.metrics_key
+        changes = self._admin is not None  # what changes the server for everybody, where there is somebody for it
+        others = len(self._keys) > 1 or self.serving.config.salt_by_key  # what shows the traffic of other tenants
         return [
+            Endpoint("/", "GET", self._links, open=True, early=True),
             Endpoint("/v1/chat/completions", "POST", chat_completions),
             Endpoint("/v1/completions", "POST", completions),
             Endpoint("/v1/responses", "POST", responses),
+            Endpoint("/v1/responses/input_tokens", "POST", input_tokens),  # before the names of responses
             Endpoint("/v1/responses/{id}", "GET", get_response),
             Endpoint("/v1/responses/{id}", "DELETE", delete_response),
+            Endpoint("/v1/responses/{id}/input_items", "GET", input_items),
+            Endpoint("/v1/responses/{id}/cancel", "POST", cancel_response),
             Endpoint("/v1/messages", "POST", messages),
             Endpoint("/v1/messages/count_tokens", "POST", count_tokens),
             Endpoint("/v1/models", "GET", models),
             Endpoint("/v1/models/{name:path}", "GET", one_model),
-            Endpoint("/v1/load_lora_adapter", "POST", load_adapter),
-            Endpoint("/v1/unload_lora_adapter", "POST", unload_adapter),
+            Endpoint("/v1/load_lora_adapter", "POST", load_adapter, admin=changes),
+            Endpoint("/v1/unload_lora_adapter", "POST", unload_adapter, admin=changes),
             Endpoint("/tokenize", "POST", tokenize),
             Endpoint("/detokenize", "POST", detokenize),
-            Endpoint("/reset_prefix_cache", "POST", reset_prefix_cache),
-            Endpoint("/cache/stats", "GET", cache_stats),
+            Endpoint("/reset_prefix_cache", "POST", reset_prefix_cache, admin=changes),
+            Endpoint("/cache/stats", "GET", cache_stats, admin=others),
             Endpoint("/cache/explain", "POST", cache_explain),
             Endpoint("/cache/tree", "GET", cache_tree, admin=True),
             Endpoint("/health", "GET", self._health, open=True, early=True),
             Endpoint("/ping", "GET", self._health, open=True, early=True),
             Endpoint("/ping", "POST", self._health, open=True, early=True),
             Endpoint("/version", "GET", self._version, early=True),
-            Endpoint("/metrics", "GET", self._show_metrics),
+            Endpoint("/metrics", "GET", self._show_metrics, figures == "none", early=True, admin=figures == "admin"),
             Endpoint("/openapi.json", "GET", self._openapi, early=True),
         ]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
+            root, path = self._root, scope["path"]
+            if root and (path == root or path.startswith(f"{root}/")):
+                scope = {**scope, "path": path[len(root) :] or "/"}
             await self._router(scope, receive, send)
 
     # ---- one request
@@ -153,17 +171,18 @@ class App:
             await call.answer(204, b"", more={"Allow": ", ".join(sorted({each.method for each in there}))})
             return None
         endpoint = next((each for each in there if each.method == ("GET" if method == "HEAD" else method)), None)
+        if self._hosts is not None and (endpoint is None or not endpoint.open):
+            self._hosts.check(given.get(b"host"), given.get(b"origin"))
         if endpoint is None and not there:
-            self._let_in(given, False)
+            self._let_in(call, False)
             raise ApiError(404, f"there is nothing at {call.scope['path']!r:.200}", "not_found")
         if endpoint is None:
             allowed = ", ".join(sorted({each.method for each in there}))
             raise ApiError(405, f"{method} is not for this path, {allowed} is", "method", headers={"Allow": allowed})
         if not endpoint.open:
-            call.caller = self._let_in(given, endpoint.admin)._replace(id=call.caller.id)
-        if not endpoint.early and self.serving.link.ready is None:
-            doing = self.serving.link.down or f"the model is not loaded yet ({self.serving.link.doing})"
-            raise ApiError(503, doing, "not_ready", headers={"Retry-After": "2"})
+            call.caller = self._let_in(call, endpoint.admin)
+        if not endpoint.early and (unready := self.serving.unready) is not None:
+            raise unready
         return await endpoint.answer(self.serving, call)
 
     async def _refuse(self, call: Call, path: str, error: ApiError) -> None:
@@ -172,16 +191,11 @@ class App:
         else:
             await call.error(error)
 
-    def _let_in(self, given: dict[bytes, bytes], admin: bool) -> Caller:
+    def _let_in(self, call: Call, admin: bool) -> Caller:
         """Who asks, by the key it brings."""
-        bearer = given.get(b"authorization", b"")
-        key = bearer[7:].strip() if bearer[:7].lower() == b"bearer " else given.get(b"x-api-key", b"")
+        key = self._key_of(call.scope["headers"])
         is_admin = self._admin is not None and hmac.compare_digest(key, self._admin)
         known = [hmac.compare_digest(key, each) for each in self._keys]  # all of them: time tells nothing
-        if admin and not is_admin:
-            raise ApiError(
-                403, "this is for the administrator: start the server with --admin-key, and bring it", "admin"
-            )
         if self._keys and not any(known) and not is_admin:
             raise ApiError(
                 401,
@@ -189,7 +203,30 @@ class App:
                 "invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        return Caller("", key.decode("latin-1") if self._keys else None, is_admin)
+        if admin and not is_admin:
+            raise ApiError(
+                403, "this is for the administrator: start the server with --admin-key, and bring it", "admin"
+            )
+        if not self._keys:
+            return Caller(call.caller.id, None, is_admin, client_of(call.scope.get("client")))
+        tenant = "admin" if is_admin else str(known.index(True))
+        return Caller(call.caller.id, key.decode("latin-1"), is_admin, tenant)
+
+    def _key_of(self, headers: Headers) -> bytes:
+        """The one key of a request. Two that differ are not chosen from: a proxy may have looked at the other one."""
+        found: dict[bytes, bytes] = {}
+        for name, value in headers:
+            if name in (b"authorization", b"x-api-key"):
+                if name in found:
+                    raise ApiError(400, f"a request has one {name.decode()} header, got two", "two_keys")
+                found[name] = value
+        bearer, plain = found.get(b"authorization"), found.get(b"x-api-key")
+        if bearer is None:
+            return plain or b""
+        key = bearer[7:].strip() if bearer[:7].lower() == b"bearer " else b""
+        if plain not in (None, key) and (self._keys or self._admin is not None):
+            raise ApiError(400, "authorization and x-api-key must bring the same key: send one of them", "two_keys")
+        return key
 
     def _cors(self, origin: bytes | None) -> Headers:
         if origin is None or not self._origins or not ({origin, b"*"} & self._origins):
@@ -241,6 +278,8 @@ class App:
             generation.gaps,
             problem,
             generation.prompts[0].text if self.serving.config.log_prompts else None,
+            params.n,
+            params.max_tokens or max(1, self.serving.limit - len(generation.prompts[0].ids)),
         )
         for watcher in self.watchers:
             watcher(finished)
@@ -249,15 +288,16 @@ class App:
 
     async def _health(self, serving: Serving, call: Call) -> None:
         link, limit = serving.link, serving.config.step_timeout
-        if link.down is not None:
-            raise ApiError(503, link.down, "engine_down")
-        if link.ready is None:
-            raise ApiError(503, f"the model is not loaded yet ({link.doing})", "not_ready")
+        if serving.unready is not None:
+            raise serving.unready
         if serving.draining:
             raise ApiError(503, "the server is stopping", "stopping")
         if limit and link.hangs > limit:
             raise ApiError(503, f"the engine was not heard for {link.hangs:.0f} seconds: a step hangs", "step_timeout")
         await call.json({"status": "ok"})
+
+    async def _links(self, serving: Serving, call: Call) -> None:
+        await call.answer(200, page(self._root), b"text/html; charset=utf-8", PAGE_HEADERS)
 
     async def _version(self, serving: Serving, call: Call) -> None:
         await call.json({"version": __version__})
@@ -266,7 +306,7 @@ class App:
         await call.answer(200, await self._metrics(), b"text/plain; version=0.0.4; charset=utf-8")
 
     async def _openapi(self, serving: Serving, call: Call) -> None:
-        await call.json(description([(each.path, each.method) for each in self._endpoints()]))
+        await call.json(description([(each.path, each.method) for each in self._endpoints()], self._root))
 
 
 class _Place:

@@ -65,6 +65,11 @@ class Blocks:
         self._answers = False
 
     @property
+    def full(self) -> bool:
+        """Nothing comes any more that counts."""
+        return self._spoken.full
+
+    @property
     def called(self) -> bool:
         return any(block.kind == "call" for block in self.all)
 

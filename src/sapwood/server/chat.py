@@ -8,17 +8,16 @@ from typing import Any
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.json import Encoder
 
-from .errors import ApiError, bad, shown
+from .errors import ApiError, bad, shown, unsupported
 from .generation import Generation, Model, Piece
 from .http import Call, event
-from .logprobs import chat_logprobs
+from .logprobs import chat_logprobs, check_scores, prompt_logprobs
 from .schemas import ChatRequest, parse
 from .serving import Serving, new_id
-from .spoken import Reasoning, Spoken, Tools, read_tools
+from .spoken import Reasoning, Spoken, Tools, most_calls, read_tools
 from .tools import CallBegins, Content, call_id
-from .usage import Usage, usage_of
+from .usage import Usage, streamed_usage, usage_of
 
-_MOST_TOP = 20
 encode = Encoder().encode
 
 
@@ -48,42 +47,46 @@ class Chunk(Struct):
 async def chat_completions(serving: Serving, call: Call) -> Generation:
     request = parse(await call.body(), ChatRequest)
     model = serving.model(request.model)
-    tools = read_tools(request.tools, request.tool_choice, serving.tool_parser)
-    template = dict(request.chat_template_kwargs or {})
-    if request.reasoning_effort is not None:
-        template.setdefault("reasoning_effort", request.reasoning_effort)
-    if request.documents is not None:
-        template.setdefault("documents", request.documents)
+    calls = most_calls(request.parallel_tool_calls)
+    tools = read_tools(request.tools, request.tool_choice, serving.tool_parser, calls)
     prompt = await serving.conversation(
         request.messages,
         tools=tools.shown,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
-        more=template,
+        more=_template(serving, request),
         add_special_tokens=bool(request.add_special_tokens),
     )
     top = request.top_logprobs or 0
-    if not 0 <= top <= _MOST_TOP:
-        raise bad("top_logprobs", f"top_logprobs must be from 0 to {_MOST_TOP}, got {shown(top)}")
+    if not 0 <= top <= serving.max_logprobs:
+        raise bad("top_logprobs", f"top_logprobs must be from 0 to {serving.max_logprobs}, got {shown(top)}")
     if top and not request.logprobs:
         raise bad("top_logprobs", "top_logprobs needs logprobs to be true")
     most = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    if tools.parser is not None and request.skip_special_tokens is None:
-        request.skip_special_tokens = False  # the marks of calls are special tokens in some vocabularies
+    tools.show_marks(request)
     params = serving.params(request, call.caller, max_tokens=most, logprobs=top if request.logprobs else None)
-    grammar = serving.grammar(request)
-    if tools.grammar is not None:
-        if grammar is not None:
-            raise bad("tool_choice", "a call that is demanded and response_format cannot be had together")
-        grammar = serving.checked_grammar(tools.grammar)
+    grammar = serving.grammar(request, tools)
     (prompt,) = serving.truncated(request, [prompt])
-    generation = await serving.begin([prompt], params, request, model, grammar)
+    check_scores("prompt_logprobs", [prompt], params)
+    generation = await serving.begin([prompt], params, request, model, call.caller, grammar)
     writer = ChatWriter(serving, call, request, model, generation, tools)
     if request.stream:
         await call.stream(generation, writer, serving.config.keepalive_seconds)
     else:
         await call.whole(generation, writer)
     return generation
+
+
+def _template(serving: Serving, request: ChatRequest) -> dict[str, Any]:
+    """What the chat template is told besides the conversation."""
+    template = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        template.setdefault("reasoning_effort", request.reasoning_effort)
+    if request.documents:
+        if not serving.template_knows("documents"):
+            raise unsupported("documents", "the model's chat template has no place for them")
+        template.setdefault("documents", request.documents)
+    return serving.with_verbosity(template, "verbosity", request.verbosity)
 
 
 class ChatWriter:
@@ -97,42 +100,45 @@ class ChatWriter:
         self.id = request.request_id or new_id("chatcmpl")
         self.created = int(time.time())
         self.model = model.name
-        options = request.stream_options
-        self.usage = bool(options and options.include_usage)
-        self.each = bool(options and options.continuous_usage_stats)
+        self.usage, self.each = streamed_usage(request.stream_options, serving.config.enable_force_include_usage)
         self.top = request.top_logprobs or 0
         self.role = serving.config.response_role
         frame = encode(Chunk(self.id, "chat.completion.chunk", self.created, self.model, [])).removesuffix(b"]}")
         self._heads = [b'data: %b{"index":%d,"delta":' % (frame, index) for index in range(generation.params.n)]
-        reasoning = request.separate_reasoning
-        if reasoning is None:
-            reasoning = serving.config.reasoning_parser == "think"
         self.shows_reasoning = request.include_reasoning is not False
-        text = generation.prompts[0].text
-        n, parser = generation.params.n, serving.tool_parser
-        self.samples = [_Sample(Spoken(tools, reasoning, text), parser) for _ in range(n)]
+        template, asked = request.chat_template_kwargs, request.separate_reasoning
+        self.samples = [
+            _Sample(Spoken(tools, serving.splitter(generation, tools, template, asked)), serving.tool_parser)
+            for _ in range(generation.params.n)
+        ]
 
     # ---- as a stream
 
     def opening(self) -> bytes:
-        return b"".join(
-            self._chunk(index, encode({"role": self.role, "content": ""}), _PLAIN_END)
-            for index in range(len(self.samples))
-        )
+        begun = encode({"role": self.role, "content": ""})
+        first, *others = [self._chunk(index, begun, _PLAIN_END) for index in range(len(self.samples))]
+        if self.request.return_token_ids:
+            ids = encode(self.generation.prompts[0].ids.tolist())
+            first = b'%b,"prompt_token_ids":%b}\n\n' % (first.removesuffix(b"}\n\n"), ids)
+        return b"".join([first, *others])
 
     def piece(self, piece: Piece) -> bytes:
         sample = self.samples[piece.index]
+        if sample.finish is not None:  # cut before this piece
+            return b""
         parts = sample.spoken.push(piece.text) if piece.text else []
-        plain = piece.finish is None and not piece.likely and not self.request.return_token_ids
         if piece.finish is not None:
             parts += sample.spoken.finish()
+        if sample.spoken.full:
+            piece = self.generation.cut(piece)
+        plain = piece.finish is None and not piece.likely and not self.request.return_token_ids
         deltas = []
         for part in parts:
             delta = self._delta(sample, part)
             if delta:
                 deltas.append(delta)
         if not deltas:
-            if piece.finish is None and not piece.likely:
+            if plain:
                 return b""
             deltas.append(_NOTHING)
         end = _PLAIN_END if plain else self._end(sample, piece)
@@ -146,7 +152,8 @@ class ChatWriter:
         """What the last choice of a piece tells besides its delta."""
         end = ChoiceEnd()
         if piece.likely:
-            end.logprobs = chat_logprobs(piece.tokens, piece.likely, self.top, self.serving.tokens)
+            ids = bool(self.request.return_tokens_as_token_ids)
+            end.logprobs = chat_logprobs(piece.tokens, piece.likely, self.top, self.serving.tokens, ids)
             if not self.request.stream:
                 sample.scores += end.logprobs["content"]
         if self.request.return_token_ids:
@@ -230,6 +237,9 @@ class ChatWriter:
         }
         if self.request.return_token_ids:
             told["prompt_token_ids"] = self.generation.prompts[0].ids.tolist()
+        if self.request.prompt_logprobs is not None:
+            scores, ids = self.generation.scores(0), self.generation.prompts[0].ids.tolist()
+            told["prompt_logprobs"] = prompt_logprobs(ids, scores, self.request.prompt_logprobs, self.serving.tokens)
         if self.request.cache_report:
             told["cache"] = self.serving.report(self.generation)[0]
         return told

@@ -6,7 +6,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
@@ -59,6 +61,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     asked = parser().parse_args(arguments)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # it stops an answer, not the conversation
     try:
         server = Server(asked.url, asked.api_key or os.environ.get("OPENAI_API_KEY"), asked.timeout, asked.insecure)
     except ValueError as error:

@@ -8,13 +8,12 @@ from typing import Any
 from .errors import ApiError, bad, shown
 from .generation import Generation, Model, Piece, Prompt
 from .http import Call, event
-from .logprobs import CompletionLogprobs, joined
+from .logprobs import CompletionLogprobs, check_scores, joined, prompt_logprobs
 from .schemas import CompletionRequest, parse
 from .serving import Serving, new_id
-from .usage import usage_of
+from .usage import streamed_usage, usage_of
 
-_MOST_LOGPROBS = 20
-_MOST_SCORES = 1 << 16  # tokens of a prompt with their likeliest others
+_TOKENS = 16  # where a request does not say how many
 
 
 async def completions(serving: Serving, call: Call) -> Generation:
@@ -23,16 +22,19 @@ async def completions(serving: Serving, call: Call) -> Generation:
     special = request.add_special_tokens is not False
     prompts = [await serving.prompt(each, special) for each in _prompts(request, serving)]
     prompts = serving.truncated(request, prompts)
-    top = _logprobs(request)
+    top = _logprobs(request, serving.max_logprobs)
     most = request.max_tokens
+    if most is None:
+        most = max(1, min(_TOKENS, serving.limit - max(len(prompt.ids) for prompt in prompts)))
     if most == 0 and request.echo:  # only the prompt is wanted: one token is computed and not shown
         most = 1
+    scores, scored = request.prompt_logprobs, "prompt_logprobs"
     if request.echo and top is not None:
-        request.prompt_logprobs = top
-        _bound(prompts, top)
+        request.prompt_logprobs, scored = max(top, scores or 0), "logprobs" if scores is None else scored
     params = serving.params(request, call.caller, max_tokens=most, logprobs=top)
-    generation = await serving.begin(prompts, params, request, model, serving.grammar(request))
-    writer = CompletionWriter(serving, call, request, model, generation, top)
+    check_scores(scored, prompts, params)
+    generation = await serving.begin(prompts, params, request, model, call.caller, serving.grammar(request))
+    writer = CompletionWriter(serving, call, request, model, generation, top, scores)
     if request.stream:
         await call.stream(generation, writer, serving.config.keepalive_seconds)
     else:
@@ -59,26 +61,19 @@ def _prompts(request: CompletionRequest, serving: Serving) -> list[str | list[in
     return given  # type: ignore[return-value]
 
 
-def _logprobs(request: CompletionRequest) -> int | None:
+def _logprobs(request: CompletionRequest, most: int) -> int | None:
     asked = request.logprobs
     if asked is None or asked is False:
         return None
     top = 1 if asked is True else asked
-    if not 0 <= top <= _MOST_LOGPROBS:
-        raise bad("logprobs", f"logprobs must be from 0 to {_MOST_LOGPROBS}, got {shown(top)}")
+    if not 0 <= top <= most:
+        raise bad("logprobs", f"logprobs must be from 0 to {most}, got {shown(top)}")
     return top
 
 
-def _bound(prompts: list[Prompt], top: int) -> None:
-    """The scores of a prompt come all at once, and others wait while they are written down."""
-    lengths = [len(prompt.ids) for prompt in prompts]
-    for tokens, most in ((max(lengths), _MOST_SCORES), (sum(lengths), 4 * _MOST_SCORES)):
-        if tokens * (top + 1) > most:
-            said = f"the prompt's {tokens} tokens with {top} more for each are too many to score: {most} may"
-            raise bad("logprobs", f"{said}, that is {most // (top + 1)} tokens")
-
-
 class CompletionWriter:
+    """`top`, `scores`: how many of the likeliest tokens are told with each of the answer, and of the prompt."""
+
     def __init__(
         self,
         serving: Serving,
@@ -87,18 +82,20 @@ class CompletionWriter:
         model: Model,
         generation: Generation,
         top: int | None,
+        scores: int | None,
     ) -> None:
         self.serving = serving
         self.request = request
         self.generation = generation
         self.top = top
+        self.scores = scores
         self.id = request.request_id or new_id("cmpl")
         self.created = int(time.time())
         self.model = model.name
-        options = request.stream_options
-        self.usage = bool(options and options.include_usage)
-        self.each = bool(options and options.continuous_usage_stats)
+        self.usage, self.each = streamed_usage(request.stream_options, serving.config.enable_force_include_usage)
+        self.ids = bool(request.return_token_ids)
         self.samples = [_Sample() for _ in generation.job.lanes]
+        self._scored: list[Any] = [None] * len(generation.prompts)
 
     # ---- as a stream
 
@@ -108,7 +105,8 @@ class CompletionWriter:
     def piece(self, piece: Piece) -> bytes:
         sample = self.samples[piece.index]
         text, scores = "", list[dict[str, Any]]()
-        if not sample.begun:
+        first = not sample.begun
+        if first:
             sample.begun = True
             text, scores = self._prompt(piece.index, sample)
         if not (self.request.echo and self.request.max_tokens == 0):
@@ -121,7 +119,7 @@ class CompletionWriter:
             sample.scores += scores
         if piece.finish is not None:
             sample.finish, sample.stop = piece.finish, piece.stop
-        if not text and not scores and piece.finish is None:
+        if not text and not scores and not self.ids and piece.finish is None:
             return b""
         choice: dict[str, Any] = {
             "index": piece.index,
@@ -130,25 +128,32 @@ class CompletionWriter:
             "finish_reason": piece.finish,
             "stop_reason": piece.stop,
         }
-        if self.request.return_token_ids:
+        if self.ids:
             choice["token_ids"] = piece.tokens
+            if first:
+                choice["prompt_token_ids"] = self._prompt_of(piece.index).ids.tolist()
         return event(self._told([choice], usage=self.each))
 
     def _prompt(self, index: int, sample: _Sample) -> tuple[str, list[dict[str, Any]]]:
         """What comes before the first token: nothing, or the prompt."""
-        at = index // self.generation.params.n
-        prompt = self.generation.prompts[at]
+        prompt, (at, number) = self._prompt_of(index), divmod(index, self.generation.params.n)
         text = self._echoed(prompt) if self.request.echo else ""
+        found = self.generation.scores(at)
+        if self.scores is not None and not number:  # written as they come, prompt by prompt
+            self._scored[at] = prompt_logprobs(prompt.ids.tolist(), found, self.scores, self.serving.tokens)
         if self.top is None:
             return text, []
-        sample.logprobs = CompletionLogprobs(self.top, self.serving.tokens, 0)
-        found = self.generation.scores(at)
+        ids = bool(self.request.return_tokens_as_token_ids)
+        sample.logprobs = CompletionLogprobs(self.top, self.serving.tokens, 0, ids)
         if not self.request.echo or found is None:
             return text, []
         return text, [sample.logprobs.lists(prompt.ids.tolist(), found)]
 
+    def _prompt_of(self, index: int) -> Prompt:
+        return self.generation.prompts[index // self.generation.params.n]
+
     def _echoed(self, prompt: Prompt) -> str:
-        if prompt.text is not None:
+        if prompt.text is not None and not prompt.cut:
             return prompt.text
         return "" if self.serving.tokens is None else self.serving.tokens.decode(prompt.ids.tolist())
 
@@ -173,9 +178,11 @@ class CompletionWriter:
                 "finish_reason": sample.finish,
                 "stop_reason": sample.stop,
             }
-            if self.request.return_token_ids:
+            if self.ids:
                 choice["token_ids"] = sample.tokens
-                choice["prompt_token_ids"] = self.generation.prompts[index // self.generation.params.n].ids.tolist()
+                choice["prompt_token_ids"] = self._prompt_of(index).ids.tolist()
+            if self.scores is not None:
+                choice["prompt_logprobs"] = self._scored[index // self.generation.params.n]
             choices.append(choice)
         return self._told(choices, usage=True, cache=bool(self.request.cache_report))
 

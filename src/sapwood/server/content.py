@@ -9,19 +9,20 @@ import msgspec
 
 from .errors import bad, shown, unsupported
 
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_MOST_ROLE = 64  # characters
 _MOST_PARTS = 4096
 
 
 def message_texts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Copies of the messages. What is no text is refused by the place where it stands."""
+    """Copies of the messages. What is no text is refused by the place where it stands; of roles the chat template knows
+    which there are."""
     return [_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
 
 
 def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     role = message.get("role")
-    if role not in _ROLES:
-        raise bad(f"{where}.role", f"{where}.role must be one of {', '.join(_ROLES)}, got {shown(role)}")
+    if not isinstance(role, str) or not 0 < len(role) <= _MOST_ROLE:
+        raise bad(f"{where}.role", f"{where}.role must be text of 1 to {_MOST_ROLE} characters, got {shown(role)}")
     made = {name: value for name, value in message.items() if value is not None}
     made["content"] = _text(message.get("content"), f"{where}.content")
     if made["content"] is None:

@@ -20,6 +20,7 @@ _OF_OTHER_APIS = {
     "n": "a request has one answer",
     "prompt_logprobs": "use /v1/completions",
     "return_token_ids": "use /v1/chat/completions",
+    "return_tokens_as_token_ids": "use /v1/chat/completions",
 }
 
 
@@ -51,13 +52,9 @@ async def begin(
     max_tokens: int | None,
     logprobs: int | None,
 ) -> Generation:
+    tools.show_marks(request)
     params = serving.params(request, call.caller, max_tokens=max_tokens, logprobs=logprobs)
-    grammar = serving.grammar(request)
-    if tools.grammar is not None:
-        if grammar is not None:
-            raise bad("tool_choice", "a call that is demanded and response_format cannot be had together")
-        grammar = serving.checked_grammar(tools.grammar)
-    return await serving.begin([prompt], params, request, model, grammar)
+    return await serving.begin([prompt], params, request, model, call.caller, serving.grammar(request, tools))
 
 
 def refuse(request: Sampling, why: Mapping[str, str]) -> None:

@@ -32,7 +32,7 @@ from sapwood.engine.requests import Requests
 from sapwood.engine.samples import Sample
 
 from .answers import Answers
-from .grammars import Grammars
+from .grammars import Grammars, GrammarsBusy
 from .kv_events import KVEventPublisher
 from .kv_events_config import KVEventsConfig
 from .logs import set_up
@@ -148,7 +148,8 @@ class EngineSide:
         elif self._grammars is None:
             self._refuse(message, "structured output needs a tokenizer, and this server has none")
         else:
-            self._compiling[message.number] = message, self._grammars.compile(message.grammar, message.params.n)
+            grammars = self._grammars.compile(message.grammar, message.params.n, message.tenant)
+            self._compiling[message.number] = message, grammars
 
     def _compiled(self) -> None:
         for number, (message, future) in list(self._compiling.items()):
@@ -156,7 +157,7 @@ class EngineSide:
                 del self._compiling[number]
                 error = future.exception()
                 if error is not None:
-                    self._refuse(message, str(error))
+                    self._refuse(message, str(error), "busy" if isinstance(error, GrammarsBusy) else "refused")
                 else:
                     self._enter(message, future.result())
 
@@ -180,12 +181,14 @@ class EngineSide:
             number = message.number + sample.index
             self._live[number] = _Live(number, sample, message.arrived or time.monotonic())
 
-    def _refuse(self, message: Submit, why: str) -> None:
-        self._ends += [End(message.number + index, "refused", None, 0, why) for index in range(message.params.n)]
+    def _refuse(self, message: Submit, why: str, reason: str = "refused") -> None:
+        self._ends += [End(message.number + index, reason, None, 0, why) for index in range(message.params.n)]
 
     def _drop(self, message: Drop) -> None:
-        for number in message.numbers:
-            self._compiling.pop(number, None)
+        for number in message.numbers if self._compiling else ():
+            compiling = self._compiling.pop(number, None)
+            if compiling is not None and self._grammars is not None:
+                self._grammars.cancel(compiling[1])
         live = [self._live.pop(number) for number in message.numbers if number in self._live]
         samples = [each.sample for each in live if each.sample.finish_reason is None]
         begun = [sample for sample in samples if sample.token_ids] if message.finished else []
@@ -228,7 +231,7 @@ class EngineSide:
             Tokens(
                 self._step,
                 self._sent,
-                np.array(numbers, np.int32).tobytes(),
+                np.array(numbers, np.int64).tobytes(),
                 np.array(tokens, np.int32).tobytes(),
                 begun,
                 ends,
@@ -274,11 +277,14 @@ def _plain(likely: Any) -> Likely:
 
 # ---- the process
 
+REFUSED = 2  # the status to exit with if what was asked for cannot be: a model, or a flag
+
 
 def main() -> int:
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
     _die_with(settings.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to both: the API decides
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     set_up(settings.log_format, settings.log_level)
     folder = Path(sys.argv[1])
     context = zmq.Context()
@@ -301,7 +307,7 @@ def main() -> int:
         if not known:
             log.exception("the engine cannot start")
         context.destroy(linger=1000)
-        return 1
+        return REFUSED if isinstance(error, ValueError) else 1
     side = EngineSide(engine, send, grammars, events)
 
     def stop(*_: object) -> None:
@@ -314,7 +320,8 @@ def main() -> int:
     engine.close()
     if events is not None:
         events.close()
-    context.destroy(linger=1000)
+    outward.close(linger=1000)
+    context.term()  # the receiver's thread hears of it and closes its socket: no other may
     return 0
 
 
@@ -348,6 +355,7 @@ def _opened(settings: Settings, send: Any) -> tuple[Requests, Grammars | None, K
             engine.scheduler.config.page_size,
             {} if getattr(engine, "adapters", None) is None else engine.adapters.names(),  # type: ignore[attr-defined]
             {**opened.facts, "store": (engine.loop.tiers.stats()["store"] or {}).get("uri")},
+            engine.closes_within,
         )
     )
     return engine, grammars, events
@@ -357,7 +365,9 @@ def _receive(inward: zmq.Socket[bytes], side: EngineSide) -> None:
     try:
         while True:
             side.receives(inward.recv())
-    except zmq.ZMQError:  # the context is gone
+    except zmq.ContextTerminated:
+        pass
+    finally:
         inward.close(0)
 
 

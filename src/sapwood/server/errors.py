@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Mapping
 from itertools import islice
@@ -25,6 +26,7 @@ _TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+_PATH = re.compile(r"""(?<![\w/.:~])~?/(?:[^\s/'"`,:;()<>]+/)+([^\s/'"`,:;()<>]*)""")
 
 
 class Disconnected(Exception):
@@ -78,6 +80,11 @@ _short = _Short()
 def shown(value: object) -> str:
     """A client's value for an error, in at most 60 characters."""
     return _short.repr(value)[:60]
+
+
+def without_paths(text: str) -> str:
+    """An error of the engine as a client may see it: of paths on this machine the last part. The log has all of it."""
+    return _PATH.sub(r".../\1", text)
 
 
 def bad(param: str | None, message: str) -> ApiError:

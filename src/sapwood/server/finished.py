@@ -40,3 +40,5 @@ class Finished(NamedTuple):
     gaps: list[float]  # seconds between tokens of a sample
     error: str
     text: str | None  # of the prompt, only where the log shall have it
+    n: int  # samples of each prompt
+    max_tokens: int  # that each was to have at most: what was asked for, or what the context left

@@ -20,9 +20,11 @@ from sapwood.engine.params import SamplingParams
 from sapwood.engine.stops import TextStream
 
 from .engine_side import AHEAD
-from .errors import ApiError, Disconnected
+from .errors import ApiError, Disconnected, without_paths
 from .link import LAG, Job, Lane
 from .messages import Begun, End, Likely
+
+_MOST_TAKEN = 2048  # tokens, and likely ones told with them, that are written down before others have their turn
 
 
 class Model(NamedTuple):
@@ -33,10 +35,11 @@ class Model(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """`text`: as the client gave it, or None for token ids."""
+    """`text`: as the client gave it, or None for token ids. `cut`: it begins before the first of them."""
 
     ids: npt.NDArray[np.int32]
     text: str | None = None
+    cut: bool = False
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
@@ -74,6 +77,7 @@ class Generation:
         self.began = time.monotonic()
         self.first: float | None = None  # when the first token came
         self.finished: str | None = None
+        self.held = False  # by a grammar, from its first token on
         self.gaps: list[float] = []  # seconds between tokens of a sample
         self.reasons: list[str] = []  # why samples have ended
         self._completion = self._counted = 0
@@ -84,6 +88,8 @@ class Generation:
             for at in range(len(job.lanes))
         ]
         self._lasts = [0.0] * len(job.lanes)
+        self._most = max(1, _MOST_TAKEN // (1 + (params.logprobs or 0)))  # tokens at a time
+        self._turn = 0  # the lane that is taken from first
 
     @property
     def usage(self) -> Usage:
@@ -111,9 +117,10 @@ class Generation:
         return self._open > 0
 
     def take(self) -> list[Piece]:
-        """What has come since the last time: a piece for each token while everybody keeps up; what has come together
-        for a sample goes together when the client or this process is behind. ApiError if the engine refuses the
-        request, or it fails; Disconnected if the client has left."""
+        """What has come since the last time, up to a bound: others wait while it is written down. A piece for each
+        token while everybody keeps up; what has come together for a sample goes together when the client or this
+        process is behind. ApiError if the engine refuses the request, or it fails; Disconnected if the client has
+        left."""
         job = self.job
         job.news = False
         if job.gone:
@@ -122,15 +129,28 @@ class Generation:
         if self._failed is not None:
             raise self._failed
         found: list[Piece] = []
+        left, lanes = self._most, len(job.lanes)
         try:
-            for index, lane in enumerate(job.lanes):
+            for turn in range(lanes):
+                index = (self._turn + turn) % lanes
+                lane = job.lanes[index]
                 if (lane.tokens or lane.end is not None) and not lane.over:
-                    self._take(index, lane, found)
+                    if left <= 0:  # the next time it begins here
+                        self._turn, job.news = index, True
+                        break
+                    left -= self._take(index, lane, found, left)
         except ApiError as error:
             if not found:
                 raise
             self._failed, job.news = error, True  # after what has come before it
         return found
+
+    def cut(self, piece: Piece) -> Piece:
+        """This piece, as the last of its sample: all that is wanted of that has come."""
+        if not self.job.lanes[piece.index].over:
+            self._ends(piece.index, "stop")
+            self.job.over(piece.index)
+        return Piece(piece.index, piece.text, piece.tokens, piece.likely, "stop")
 
     def close(self) -> None:
         """Nobody takes any more: what still runs is aborted."""
@@ -138,12 +158,17 @@ class Generation:
             self.finished = "aborted" if self._open else "done"
         self.job.close()
 
-    def _take(self, index: int, lane: Lane, found: list[Piece]) -> None:
+    def _take(self, index: int, lane: Lane, found: list[Piece], most: int) -> int:
+        """How many tokens were taken."""
         tokens, lane.tokens = lane.tokens, []
         likely = lane.likely
         if likely:
             lane.likely = []
         end, text = lane.end, self._texts[index]
+        if len(tokens) > most:  # it has not ended yet, for whoever reads it
+            tokens, lane.tokens = tokens[:most], tokens[most:]
+            likely, lane.likely = likely[:most], likely[most:]
+            end, self.job.news = None, True
         before, count = len(found), len(tokens)
         behind = count > 1 and (count > AHEAD or self.job.link.lag > LAG)
         if count:
@@ -169,20 +194,27 @@ class Generation:
             found.append(Piece(index, new, [token], scores))
         else:
             if end is not None:
-                if end.reason in ("refused", "error", "abort", "timeout"):
+                if end.reason in ("refused", "busy", "error", "abort", "timeout"):
                     self.reasons.append(end.reason)
-                found.append(self._last(index, end, ending, text, likely[len(tokens) :]))
+                final = self._last(index, end, ending, text, likely[len(tokens) :])
+                if len(found) > before:  # what ends a sample goes with its last text, where both are here
+                    final = _joined([found.pop(), final])
+                found.append(final)
                 self._ends(index, end.reason)
         if behind:
             found[before:] = [_joined(found[before:])]
+        return count
 
     def _last(self, index: int, end: End, token: int | None, text: TextStream | None, likely: list[Likely]) -> Piece:
         if end.reason == "refused":
             raise ApiError(400, end.error, "invalid_request")
         if end.reason == "error":
-            raise ApiError(500 if self.job.link.down is None else 503, end.error, "engine_error")
+            status = 500 if self.job.link.down is None else 503
+            raise ApiError(status, without_paths(end.error), "engine_error")
         if end.reason == "abort":
             raise ApiError(503, end.error or "the request was aborted", "aborted")
+        if end.reason == "busy":
+            raise ApiError(503, end.error, "grammars_full", headers={"Retry-After": "1"})
         if end.reason == "timeout":
             raise ApiError(503, end.error, "queue_timeout", headers={"Retry-After": "5"})
         self._completion += token is not None

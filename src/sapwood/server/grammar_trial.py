@@ -1,6 +1,6 @@
 """Grammars of strangers are compiled here first, in a process of their own: a few bytes can ask for minutes, gigabytes
 or more stack than there is, and what llguidance has begun nobody can stop. A fork of that process tries one grammar,
-and is killed when it takes too long.
+and ends when that has cost too much: time of a processor, so that what is served does not depend on who else is busy.
 
     engine --> Vocabulary, once         --> trial
     engine --> [kind, text]             --> trial
@@ -37,6 +37,7 @@ LIMITS = LLParserLimits(
 SLOW = "grammar took too long to compile"
 LARGE = "grammar is too complex to compile"
 _STACK = 8 << 20  # of a trial
+_PATIENCE = 10  # times the seconds it may compute: so long may it take, where it has to wait for a processor
 STACK = 8 * _STACK  # of a thread that compiles what has passed
 _PR_SET_PDEATHSIG = 1
 
@@ -44,7 +45,7 @@ _PR_SET_PDEATHSIG = 1
 # against options in the grammar itself.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 # Between the parts of JSON: a new line with its indentation, or a few spaces. Models that are lost write them for ever.
-_SPACES = {"whitespace_pattern": r"(\r?\n[ \t]{0,64}|[ \t]{1,8})"}
+SPACES = {"whitespace_pattern": r"(\r?\n[ \t]{0,64}|[ \t]{1,8})"}
 
 
 def lark(kind: str, text: str) -> str:
@@ -59,6 +60,8 @@ def lark(kind: str, text: str) -> str:
         made = "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice) for choice in json.loads(text))
     elif kind == "structural_tag":
         made = _without_operators(_tags(json.loads(text)))
+    elif kind == "tool_calls":
+        made = _without_operators(text)
     elif kind == "grammar":
         is_gbnf = re.search(r"^[ \t]*[\w-]+\s*::=", text, re.M) is not None
         made = _without_operators(grammar_from("gbnf", text) if is_gbnf else text)
@@ -82,7 +85,7 @@ def explained(kind: str, error: str) -> str:
 
 def _json(schema: Any) -> str:
     if isinstance(schema, dict):
-        schema = schema | {"x-guidance": _SPACES | schema.get("x-guidance", {})}
+        schema = schema | {"x-guidance": SPACES | schema.get("x-guidance", {})}
     return "start: %json " + json.dumps(schema)
 
 
@@ -122,7 +125,7 @@ class Vocabulary(NamedTuple):
 class Trial:
     """One trial process, for one thread. It ends with the thread that started it.
 
-    seconds     a grammar may take
+    seconds     of a processor that a grammar may take
     most_bytes  of memory it may need
     """
 
@@ -226,6 +229,8 @@ def _tried(tokenizer: LLTokenizer, kind: str, text: str, seconds: float) -> list
     if not child:
         try:
             _die_with(trial)
+            signal.signal(signal.SIGPROF, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_PROF, seconds)
             with open(writer, "w") as out:
                 out.write(json.dumps(_compiled(tokenizer, kind, text)))
         finally:
@@ -234,14 +239,14 @@ def _tried(tokenizer: LLTokenizer, kind: str, text: str, seconds: float) -> list
     with open(reader) as pipe:
         waits = select.poll()
         waits.register(pipe, select.POLLIN)
-        if not waits.poll(seconds * 1000):
+        if not waits.poll(_PATIENCE * seconds * 1000):
             os.kill(child, signal.SIGKILL)
         answer = pipe.read()
     _, status = os.waitpid(child, 0)
     if answer:
         found: list[Any] = json.loads(answer)
         return found
-    slow = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    slow = os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGPROF, signal.SIGKILL)
     return [SLOW if slow else LARGE, "", 0]
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
 import threading
 import time
 from collections import OrderedDict
@@ -28,11 +27,12 @@ import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
+from .fair_queue import FairQueue
 from .grammar_trial import LIMITS, STACK, Trial, Vocabulary, explained
 
 Masks = npt.NDArray[np.int32]
 
-KINDS = ("json_object", "json_schema", "regex", "choice", "grammar", "structural_tag")
+KINDS = ("json_object", "json_schema", "regex", "choice", "grammar", "structural_tag", "tool_calls")
 MOST_CHOICE = 4096  # characters
 _WAITING = 64  # grammars that may wait to be compiled
 _CACHED = 64  # grammars that are kept,
@@ -52,6 +52,7 @@ class GrammarSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     grammar         a grammar in llguidance's kind of Lark, or in GBNF (as llama.cpp has it)
     structural_tag  {"triggers": [...], "structures": [{"begin", "schema", "end"}, ...]}: any text, but what begins
                     with a trigger goes on as one of the structures
+    tool_calls      a grammar in Lark, made here of a request's tools
     """
 
     kind: str
@@ -121,6 +122,10 @@ def _check_tags(value: dict[str, Any]) -> None:
 
 
 # ---- in the engine process
+
+
+class GrammarsBusy(ValueError):
+    """Too many grammars wait to be compiled."""
 
 
 class TokenGrammar:
@@ -194,7 +199,7 @@ class Grammars:
     tokenizer   or the path of its tokenizer.json
     vocabulary  of the model: how many logits there are
     eos         the tokens that end a text
-    seconds     a grammar may take to compile
+    seconds     of a processor that a grammar may take to compile
     megabytes   of memory it may need for that
     compilers   threads that compile, each with a process to try grammars in
     threads     that make masks; 0: as many as there are cores, at most 16
@@ -233,7 +238,7 @@ class Grammars:
         self._executor = LLExecutor(threads or min(16, len(os.sched_getaffinity(0))))
         self._watching = 0  # so many steps more
         self._cache = _Cache()
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs = FairQueue[_Job](_WAITING)
         names = {id: token.content for id, token in added.items()}
         self._tried = (seconds, megabytes << 20, Vocabulary(size, sorted(self.eos), names))
         self._compilers: list[threading.Thread] = []
@@ -245,27 +250,32 @@ class Grammars:
 
     # ---- compiling
 
-    def compile(self, spec: GrammarSpec, samples: int = 1) -> Future[list[TokenGrammar]]:
-        """A grammar for each of the samples, or a ValueError whose text is for the client."""
+    def compile(self, spec: GrammarSpec, samples: int = 1, owner: str = "") -> Future[list[TokenGrammar]]:
+        """A grammar for each of the samples, or a ValueError whose text is for the client. Owners have equal shares of
+        the queue and of the time that is spent on it: GrammarsBusy for one who has had his."""
         future: Future[list[TokenGrammar]] = Future()
         compiled = self._cache.get(spec)
         if self._trouble:
             future.set_exception(ValueError(self._trouble))
         elif compiled is not None:
             future.set_result([TokenGrammar(self, compiled) for _ in range(samples)])
-        elif self._jobs.qsize() >= _WAITING:
-            future.set_exception(ValueError(f"{_WAITING} other grammars wait to be compiled: try again later"))
         else:
-            self._jobs.put(_Job(spec, samples, future))
+            late = self._jobs.put(owner, _Job(spec, samples, future))
+            if late is not None and late.future.set_running_or_notify_cancel():
+                late.future.set_exception(
+                    GrammarsBusy(f"{_WAITING} other grammars wait to be compiled: try again later")
+                )
         return future
+
+    def cancel(self, future: Future[list[TokenGrammar]]) -> None:
+        """Nobody waits for it any more. What is being compiled already has its own bounds."""
+        if future.cancel():
+            self._jobs.remove(lambda job: job.future is future)
 
     def close(self) -> None:
         """Nobody waits any more."""
-        with contextlib.suppress(queue.Empty):
-            while (job := self._jobs.get_nowait()) is not None:
-                job.future.cancel()
-        for _ in self._compilers:
-            self._jobs.put(None)
+        for job in self._jobs.close():
+            job.future.cancel()
         for thread in self._compilers:
             thread.join()
 
@@ -273,7 +283,7 @@ class Grammars:
         trial = Trial(*self._tried)
         with contextlib.suppress(OSError):  # told to those who ask
             trial.start()
-        while (job := self._jobs.get()) is not None:
+        while (job := self._jobs.take()) is not None:
             if not job.future.set_running_or_notify_cancel():
                 continue
             try:

@@ -11,11 +11,13 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
+from urllib.parse import parse_qs
 
 import msgspec
 
-from .errors import ApiError, Disconnected
+from .errors import ApiError, Disconnected, bad, shown
 from .generation import Generation, Piece
+from .http_limits import HOLDS
 from .serving import Caller
 
 Headers = list[tuple[bytes, bytes]]
@@ -88,13 +90,17 @@ class Call:
         """Wait for all of it, and answer in one piece."""
         self.generation = generation
 
+        job = generation.job
+
         def reads() -> None:
             for piece in generation.take():
-                writer.piece(piece)
+                job.keeps(len(writer.piece(piece)))  # as it would be in a stream: near enough
 
         async with _Watched(self, generation, reads):
             while generation.open:
-                await generation.job.more()
+                await job.more()
+                if job.news:  # there is more of it, and others have their turn first
+                    await asyncio.sleep(0)
         await self.json(writer.whole())
 
     async def stream(self, generation: Generation, writer: Writer, keepalive: float) -> None:
@@ -133,6 +139,8 @@ class Call:
             for event in events:
                 if event:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
+            if generation.job.news:  # there is more of it, and others have their turn first
+                await asyncio.sleep(0)
 
     async def _write(self, event: bytes) -> None:
         await self.send({"type": "http.response.body", "body": event, "more_body": True})
@@ -153,6 +161,7 @@ class _Watched:
         self._generation = generation
         self._job = generation.job
         self._job.reads = reads
+        self._job.holds = call.scope.get(HOLDS, self._job.holds)
         self._keepalive = keepalive
         self._timer: asyncio.TimerHandle | None = None
 
@@ -190,3 +199,23 @@ def event(value: Any) -> bytes:
 def named_event(name: str, value: Any) -> bytes:
     """One event of a stream, as Anthropic and the Responses API write them."""
     return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def query_texts(call: Call, name: str) -> list[str]:
+    """All values of a field of the query."""
+    try:
+        given = parse_qs(call.scope["query_string"].decode("latin-1"), keep_blank_values=True, max_num_fields=16)
+    except ValueError:
+        raise bad(name, "the query has more than 16 fields") from None
+    return given.get(name, [])
+
+
+def query_text(call: Call, name: str, default: str) -> str:
+    return [default, *query_texts(call, name)][-1]
+
+
+def query_number(call: Call, name: str, default: int, most: int) -> int:
+    text = query_text(call, name, str(default))
+    if not (text.isascii() and text.isdecimal() and len(text) < 9 and 1 <= int(text) <= most):
+        raise bad(name, f"{name} must be a number from 1 to {most}, got {shown(text)}")
+    return int(text)

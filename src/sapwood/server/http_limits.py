@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import ipaddress
 import math
+import weakref
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
@@ -23,11 +25,20 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from sapwood.cache import whole_number
 
-from .http_refusals import HttpRefusal, body_too_large, check_head, headers_too_large, too_many
+from .http_refusals import (
+    HttpRefusal,
+    body_too_large,
+    check_head,
+    headers_too_large,
+    too_many,
+    too_much_at_once,
+)
+from .inflight import Inflight
 
 MOST_PIPELINED = 8  # requests of one connection that wait for their answers
 LINGER_SECONDS = 2.0  # for a client that still sends to see the answer
 WRITE_PROGRESS = 16 << 10  # bytes a slow reader takes within write_seconds
+HOLDS = "sapwood.holds"  # in a scope: called with the bytes that are kept of an answer
 _NEVER = math.inf
 _CHUNK_OF_ONE = 6  # bytes on the wire of a chunk that holds one
 
@@ -43,7 +54,9 @@ class HttpLimits:
     body_seconds        for the whole body, not counting while the application does not read it: 408; up to twice
                         that for a client who waits for 100 Continue
     write_seconds       for a reader who stops: then the connection is aborted
-    streams_per_client  requests in flight from one address: 429; 0: no limit. Behind a proxy all clients are one
+    streams_per_client  requests in flight from one address (with IPv6: from one network /64), over all its connections:
+                        429; 0: no limit. Behind a proxy, and on a Unix socket, all clients are one
+    inflight_bytes      of bodies and of answers that are not taken, over all connections: 503
     """
 
     header_bytes: int = 64 << 10
@@ -52,11 +65,17 @@ class HttpLimits:
     body_seconds: float = 60.0
     write_seconds: float = 60.0
     streams_per_client: int = 0
+    inflight_bytes: int = 512 << 20
 
     def __post_init__(self) -> None:
         whole_number("header_bytes", self.header_bytes, 256, 16 << 20)
         whole_number("body_bytes", self.body_bytes, 1, 1 << 40)
         whole_number("streams_per_client", self.streams_per_client, 0, 1 << 20)
+        whole_number("inflight_bytes", self.inflight_bytes, 1, 1 << 44)
+        if self.inflight_bytes < self.body_bytes:
+            raise ValueError(
+                f"inflight_bytes must be from body_bytes ({self.body_bytes}) on, got {self.inflight_bytes}"
+            )
         for field in ("header_seconds", "body_seconds", "write_seconds"):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.01 <= value <= 86400:
@@ -69,6 +88,7 @@ def limited_protocol(limits: HttpLimits) -> type[LimitedProtocol]:
 
     class Limited(LimitedProtocol):
         in_flight: ClassVar[dict[str, int]] = {}
+        inflight: ClassVar[Inflight] = Inflight(limits.inflight_bytes)
 
     Limited.limits = limits
     return Limited
@@ -113,17 +133,24 @@ class LimitedProtocol(HttpToolsProtocol):
 
     limits: ClassVar[HttpLimits]
     in_flight: ClassVar[dict[str, int]]  # requests by client address, where there are any
+    inflight: ClassVar[Inflight]  # what all connections hold together
     _raw: asyncio.Transport  # what `transport` stands for
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._phase = FRESH
+        self._address = ""  # of the client, as `client_of` has it
         self._deadline = _NEVER  # of the phase; never, while reading is paused
         self._seconds_left = _NEVER  # then
         self._write_deadline = _NEVER
         self._unwritten = 0  # bytes, when _write_deadline was set
         self._timer: asyncio.TimerHandle | None = None
         self._open: deque[RequestResponseCycle] = deque()  # without a complete response, oldest first
+        self._bodies: deque[int] = deque()  # bytes that came of the bodies of these
+        self._answer = 0  # bytes that the application keeps for an answer
+        self._unsent = 0  # bytes that wait for a reader who is slow
+        self.held = 0  # all three, as `inflight` counts them
+        self._holds = _Holds(self)
         self._wire_bytes = 0  # read since the phase began, not counting the read it began in
         self._body_bytes = 0
         self._keep_alive = True  # after this request
@@ -136,6 +163,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._raw = transport
         super().connection_made(cast(asyncio.Transport, _Transport(transport, self)))
+        self._address = client_of(self.client)
         self._set_deadline(self.limits.header_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -149,6 +177,9 @@ class LimitedProtocol(HttpToolsProtocol):
             _disconnect(cycle)
         self._count(-len(self._open))
         self._open.clear()
+        self._bodies.clear()
+        self._answer = self._unsent = 0
+        self._hold()
         super().connection_lost(exc)
         cast(_Transport, self.transport).let_go()
 
@@ -220,6 +251,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._wire_bytes = self._body_bytes = 0
         self._set_deadline(self.limits.body_seconds)
         self._open.append(self.cycle)
+        self._bodies.append(0)
+        self.scope[HOLDS] = self._holds  # type: ignore[literal-required]
         self._count(1)
         # A response before the end of the body says that it is the last one.
         self._keep_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
@@ -228,6 +261,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._body_bytes += len(body)
         if self._body_bytes > self.limits.body_bytes:
             raise body_too_large(self.limits.body_bytes)
+        if self._bodies:
+            self._bodies[-1] += len(body)
+            if not self._hold():
+                raise too_much_at_once()
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -252,7 +289,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             self._upgrade = b"POST / HTTP/1.1\r\n" + framing + b"\r\n\r\n"
         most = self.limits.streams_per_client
-        if self.client and 0 < most <= self.in_flight.get(self.client[0], 0):
+        if 0 < most <= self.in_flight.get(self._address, 0):
             raise too_many(f"At most {most} requests at once are taken from one address.")
         if version == "1.0":
             self.expect_100_continue = False  # it would not know what to do with a 100
@@ -283,6 +320,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._phase is BODY:
             if self._open and self._open[-1] is self.cycle:
                 self._open.pop()
+                self._bodies.pop()
+                self._hold()
                 self._count(-1)
                 if self.pipeline and self.pipeline[0][0] is self.cycle:
                     self.pipeline.popleft()
@@ -313,6 +352,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self._open.popleft()
+        self._bodies.popleft()
+        self._answer = 0
+        self._hold()
         self._count(-1)
         super().on_response_complete()
         if self._refusal is not None and not self._open:
@@ -327,13 +369,40 @@ class LimitedProtocol(HttpToolsProtocol):
         return "" if self.scope is None else self.scope.get("method", "")
 
     def _count(self, requests: int) -> None:
-        if self.client is None or not self.limits.streams_per_client:
+        if not self.limits.streams_per_client:
             return
-        address = self.client[0]
+        address = self._address
         if now := self.in_flight.get(address, 0) + requests:
             self.in_flight[address] = now
         else:
             self.in_flight.pop(address, None)
+
+    # Memory
+
+    def _hold(self) -> bool:
+        return self.inflight.hold(self, sum(self._bodies) + self._answer + self._unsent)
+
+    def keeps(self, answer: int) -> None:
+        """The application keeps so many bytes of an answer that is not written yet."""
+        if self._open:
+            self._answer = answer
+            if not self._hold():
+                self.give_up()
+
+    def give_up(self) -> None:
+        """Others need what is held here. Who has no answer yet is told to come again; the rest ends in the middle."""
+        self.logger.info("%s:%d gives up what it holds", *(self.client or ("", 0)))
+        cycle = self._open[0] if len(self._open) == 1 else None
+        if cycle is None or cycle.response_started or self.flow.write_paused or self._raw.is_closing():
+            self._raw.abort()
+        elif self._phase is BODY:
+            self._refuse(too_much_at_once())
+        else:
+            self._end(too_much_at_once().reply(self.server_state.default_headers, self._method()))
+            self._open.clear()
+            self._bodies.clear()
+            self._answer = 0
+            self._count(-1)
 
     # Time
 
@@ -343,6 +412,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self._unsent = 0
+        self._hold()
         if self._open:
             self._write_deadline = _NEVER
         else:  # nothing more is written, but what there is must go
@@ -353,6 +424,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._write_deadline = _NEVER
         if unwritten := self._raw.get_write_buffer_size():
             self._unwritten = unwritten
+            if self.flow.write_paused:
+                self._unsent = unwritten
+                if not self._hold():
+                    self.loop.call_soon(self._raw.abort)  # not in the middle of a write
             self._write_deadline = self.loop.time() + self.limits.write_seconds
             self._wake_at(self._write_deadline)
 
@@ -416,6 +491,38 @@ class LimitedProtocol(HttpToolsProtocol):
             self._raw.abort()
         else:
             self._watch_writes()
+
+
+def client_of(client: tuple[str, int] | None) -> str:
+    """Whom an address stands for: itself, or the network of 2^64 addresses that one host has with IPv6. All clients of
+    a Unix socket are one."""
+    if client is None:
+        return ""
+    host = client[0].partition("%")[0]
+    if ":" not in host:
+        return host
+    try:
+        address = ipaddress.IPv6Address(host)
+    except ValueError:
+        return host
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.IPv6Address(int(address) >> 64 << 64))
+
+
+class _Holds:
+    """What an application is given to tell what it keeps. It holds no reference to the connection, which holds the
+    request that this is a part of."""
+
+    __slots__ = ("_connection",)
+
+    def __init__(self, connection: LimitedProtocol) -> None:
+        self._connection = weakref.ref(connection)
+
+    def __call__(self, answer: int) -> None:
+        connection = self._connection()
+        if connection is not None:
+            connection.keeps(answer)
 
 
 def _disconnect(cycle: RequestResponseCycle) -> None:

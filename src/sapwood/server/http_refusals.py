@@ -21,7 +21,8 @@ class HttpRefusal(Exception):
 
     def reply(self, default_headers: list[tuple[bytes, bytes]], method: str) -> bytes:
         """The whole answer, with OpenAI's error body."""
-        error = {"message": self.message, "type": "invalid_request_error", "param": None, "code": self.code}
+        kind = "service_unavailable_error" if self.status == 503 else "invalid_request_error"
+        error = {"message": self.message, "type": kind, "param": None, "code": self.code}
         body = json.dumps({"error": error}).encode()
         headers = [
             *default_headers,
@@ -45,6 +46,15 @@ def body_too_large(most: int) -> HttpRefusal:
 
 def too_many(message: str) -> HttpRefusal:
     return HttpRefusal(429, "too_many_requests", message, (b"retry-after", b"1"))
+
+
+def too_much_at_once() -> HttpRefusal:
+    return HttpRefusal(
+        503,
+        "inflight_full",
+        "Requests and answers fill the memory that this server has for them: try again later.",
+        (b"retry-after", b"1"),
+    )
 
 
 def check_head(

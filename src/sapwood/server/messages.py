@@ -5,8 +5,8 @@
             Tokens, one for each step  --> API
             Answer, Alive              --> API
 
-Samples have numbers that the API counts out: those of one request follow each other. Prompts and a step's tokens are
-bytes of int32.
+Samples have numbers that the API counts out and never gives twice: those of one request follow each other. They travel
+as bytes of int64, as there may be more of them than 31 bits hold; prompts and a step's tokens are bytes of int32.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Submit(_Message):
     bad_words: list[tuple[int, ...]] = []
     grammar: GrammarSpec | None = None
     arrived: float = 0.0  # on the monotonic clock
+    tenant: str = ""  # who shares what there is with others: a key's number, never the key
 
 
 class Drop(_Message):
@@ -84,6 +85,7 @@ class Ready(_Message):
     page_size: int
     adapters: dict[str, bytes]  # name -> digest
     facts: dict[str, Any]  # what was chosen, for logs and metrics
+    closes_within: float = 5.0  # seconds that it takes at most, at its end, to write what a store is owed
 
 
 class Failed(_Message):
@@ -107,7 +109,7 @@ class Begun(_Message):
 
 class End(_Message):
     number: int
-    reason: str  # stop, length, abort, error
+    reason: str  # stop, length, abort, error; refused or busy before it ran
     stop: int | None  # the token that ended it, unless it is the model's own
     cached: int
     error: str
@@ -131,9 +133,12 @@ class Alive(_Message):
 
 
 class Answer(_Message):
+    """`problem`: a word for an error that is more than a wrong argument."""
+
     number: int
     value: Any
     error: str
+    problem: str = ""
 
 
 ToEngine = Submit | Drop | Ask | Taken

@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from .figures import TIERS, by_tier, is_miss
 from .finished import Finished
 from .generation import Model
-from .histogram import FIRST_TOKEN, GAP, QUICK_GAP, QUICK_REQUEST, REQUEST, Histogram, one_two_five
+from .histogram import FIRST_TOKEN, GAP, QUICK_GAP, QUICK_REQUEST, REQUEST, SAMPLES, Histogram, one_two_five
 from .metrics_engine import EngineFamilies
 
 ADAPTERS = 100  # with a label of their own
@@ -60,6 +60,9 @@ class Metrics:
         self._decode = Histogram(REQUEST)
         self._lengths = Histogram(lengths)
         self._answers = Histogram(lengths)
+        self._computed = Histogram(REQUEST)
+        self._samples = Histogram(SAMPLES)
+        self._most = Histogram(lengths)
 
     def finished(self, done: Finished) -> None:
         adapter = self._adapter(done.adapter)
@@ -81,11 +84,14 @@ class Metrics:
         self._generated[(adapter,)] += done.uncounted_tokens
         self._answers.add(done.completion_tokens / max(1, len(done.reasons)), len(done.reasons))
         self._whole.add(done.ended - done.arrived)
+        self._samples.add(done.n, len(done.prompts))
+        self._most.add(done.max_tokens, len(done.reasons))
         if done.first is not None:
             self._first.add(done.first - done.arrived)
             self._decode.add(done.ended - done.first)
             if done.prompts:
                 self._prefill.add(max(0.0, done.first - done.arrived - done.prompts[0].queued))
+                self._computed.add(max(0.0, done.ended - done.arrived - done.prompts[0].queued))
         self._gaps.add_all(done.gaps)
 
     def generated(self, model: Model, tokens: int) -> None:
@@ -95,13 +101,15 @@ class Metrics:
     def _adapter(self, name: str | None) -> str:
         return "base" if name is None else self._adapters.of(name)
 
-    def render(self, stats: Mapping[str, Any] | None, running: int, waiting: int) -> bytes:
-        """The text of /metrics. `stats`: None while the engine does not answer."""
+    def render(self, stats: Mapping[str, Any] | None, running: int, waiting: int, held: int = 0) -> bytes:
+        """The text of /metrics. `stats`: None while the engine does not answer. `held`: bytes of bodies and answers."""
         families = [
             *self._process.collect(),
             self._now("sapwood:engine_up", "Whether the engine answers.", float(stats is not None)),
             self._now("vllm:num_requests_running", "Requests that are computed.", running),
             self._now("vllm:num_requests_waiting", "Requests that wait.", waiting),
+            self._waiting(waiting, 0 if stats is None else self._engine.deferred(stats)),
+            self._now("sapwood:inflight_bytes", "Bytes of bodies, and of answers that were not taken.", held),
             self._engine.config(),
             *(self._engine.of(stats) if stats is not None else ()),
             *self._counters(),
@@ -146,6 +154,9 @@ class Metrics:
             (ours, "request_queue_time_seconds", "Until a prompt was first computed.", self._queued, None),
             (vllm, "request_prefill_time_seconds", "From then to the first token.", self._prefill, REQUEST),
             (vllm, "request_decode_time_seconds", "From the first token to the end.", self._decode, REQUEST),
+            (vllm, "request_inference_time_seconds", "From then to the end.", self._computed, REQUEST),
+            (vllm, "request_params_n", "Samples that a prompt was to have.", self._samples, SAMPLES),
+            (vllm, "request_params_max_tokens", "Tokens that a sample might have.", self._most, None),
             (vllm, "request_prompt_tokens", "Tokens of a prompt.", self._lengths, None),
             (vllm, "request_generation_tokens", "Tokens of an answer.", self._answers, None),
         ):
@@ -157,6 +168,15 @@ class Metrics:
     def _now(self, name: str, says: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, says, labels=("model_name", "engine"))
         family.add_metric([self._model, "0"], value)
+        return family
+
+    def _waiting(self, all: int, deferred: int) -> Metric:
+        says = "Requests that wait: for room; or (deferred) for pages on their way, or for adapters to leave."
+        labels = ("model_name", "engine", "reason")
+        family = GaugeMetricFamily("vllm:num_requests_waiting_by_reason", says, labels=labels)
+        deferred = min(all, deferred)
+        family.add_metric([self._model, "0", "capacity"], all - deferred)
+        family.add_metric([self._model, "0", "deferred"], deferred)
         return family
 
     def _vllm_counter(self, name: str, says: str, counts: Mapping[tuple[str, ...], int], *labels: str) -> Metric:

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from .figures import page_use
+from .histogram import STEP
 
 Values = float | Mapping[Any, float]  # one; or by the value of its label, or those of its labels
 Stats = Mapping[str, Any]
@@ -73,18 +75,39 @@ class EngineFamilies:
         yield self._counter("vllm:prefix_cache_hits", f"{says} that were cached.", cache["cached_tokens"], **engine)
         says = "Requests that had to give their memory back."
         yield self._counter("vllm:num_preemptions", says, stats["retractions"], **engine)
+        yield self._step_sizes(stats["step_tokens"])
         most = self._facts.get("max_loras", 0)
         if most:
             yield self._lora_info(stats, most)
 
+    def deferred(self, stats: Stats) -> int:
+        """Requests that wait for something else than room."""
+        running, waiting = stats["live_adapters"]["running"], stats["live_adapters"]["waiting"]
+        most, held = self._facts.get("max_loras", 0), 0
+        if most and len(running) >= most:
+            held = sum(count for adapter, count in waiting.items() if adapter not in running)
+        return int(stats["fetching"] + stats["loading"] + held)
+
+    def _step_sizes(self, steps: Stats) -> Metric:
+        """The engine counts them by powers of two, of which vLLM shows some."""
+        upto = list(accumulate(steps["sizes"]))
+        bounds = [(str(bound), float(upto[int(bound).bit_length() - 1])) for bound in STEP]
+        labels = ("model_name", "engine")
+        family = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens computed in a step.", labels=labels)
+        family.add_metric([self._model, "0"], [*bounds, ("+Inf", float(upto[-1]))], steps["sum"])
+        return family
+
     @staticmethod
     def _lora_info(stats: Stats, most: int) -> Metric:
-        """Adapters that live requests need. vLLM has no label for the model here."""
-        live = {each["namespace"]["adapter"] for each in stats["cache"]["namespaces"] if each["bound"]}
-        names = [name for name, digest in stats["adapters"].items() if digest.hex() in live and "," not in name]
+        """Adapters that live requests need, of those that are computed and of those that wait. vLLM has no label for
+        the model here."""
+        named: dict[str, str] = {}
+        for state, live in stats["live_adapters"].items():
+            names = [name for name, digest in stats["adapters"].items() if digest.hex() in live and "," not in name]
+            named[state] = ",".join(sorted(names))
         labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
         info = GaugeMetricFamily("vllm:lora_requests_info", "Adapters of live requests; when it was so.", labels=labels)
-        info.add_metric([str(most), ",".join(sorted(names)), ""], time.time())
+        info.add_metric([str(most), named["running"], named["waiting"]], time.time())
         return info
 
     # ---- what we have

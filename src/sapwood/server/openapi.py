@@ -11,7 +11,8 @@ from sapwood import __version__
 
 from .admin import MOST_NODES, TIERS
 from .anthropic import CountRequest, MessagesRequest
-from .response_request import ResponsesRequest
+from .response_input import MOST_LISTED, ORDERS
+from .response_request import InputTokensRequest, ResponsesRequest
 from .schemas import (
     ChatRequest,
     CompletionRequest,
@@ -26,6 +27,7 @@ _BODIES: dict[str, type] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/responses/input_tokens": InputTokensRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountRequest,
     "/tokenize": TokenizeRequest,
@@ -34,22 +36,28 @@ _BODIES: dict[str, type] = {
     "/v1/unload_lora_adapter": UnloadAdapter,
     "/cache/explain": ExplainRequest,
 }
-_QUERIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "/cache/tree": ("limit", {"type": "integer", "minimum": 1, "maximum": MOST_NODES}),
-    "/reset_prefix_cache": ("tiers", {"type": "string", "enum": list(TIERS)}),
+_QUERIES: dict[str, dict[str, dict[str, Any]]] = {
+    "/cache/tree": {"limit": {"type": "integer", "minimum": 1, "maximum": MOST_NODES}},
+    "/reset_prefix_cache": {"tiers": {"type": "string", "enum": list(TIERS)}},
+    "/v1/responses/{id}/input_items": {
+        "limit": {"type": "integer", "minimum": 1, "maximum": MOST_LISTED},
+        "order": {"type": "string", "enum": list(ORDERS)},
+        "after": {"type": "string"},
+    },
 }
 _STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+_TEXTS = {"/metrics": "text/plain", "/": "text/html"}
 _STATUSES = {
     400: "what is wrong with the request, and the field it is in",
     401: "an API key is wanted",
-    403: "this is not for everybody",
+    403: "this is not for everybody: for the administrator, or by a name of this server alone",
     404: "there is no such thing here: a model, an adapter, a response, a path",
     405: "the path has other methods",
     408: "the request came too slowly",
     413: "the body is too large",
-    429: "too many requests wait, or come from one address",
+    429: "too many requests wait, or come from one address or with one key",
     431: "the headers are too large",
-    503: "the model is not loaded yet, the server is stopping, or its engine is gone",
+    503: "the model is not loaded yet, the server is stopping or has too much to hold, or its engine is gone",
 }
 _BEFORE = (408, 413, 431)  # before the path is looked at
 _TEXT = {"type": "string"}
@@ -85,8 +93,8 @@ _ERRORS: dict[str, Any] = {
 }
 
 
-def description(endpoints: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """`endpoints`: paths and their methods."""
+def description(endpoints: Sequence[tuple[str, str]], root: str = "") -> dict[str, Any]:
+    """`endpoints`: paths and their methods; `root`: the path that a proxy shows them below."""
     kinds = list(_BODIES.values())
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     bodies = dict(zip(_BODIES, schemas, strict=True))
@@ -98,8 +106,7 @@ def description(endpoints: Sequence[tuple[str, str]]) -> dict[str, Any]:
             "responses": {"200": {"description": "the answer", "content": _answer(path)}, **_refusals(path)},
         }
         parameters = [_parameter("path", part[1:-1], _TEXT) for part in name.split("/") if part.startswith("{")]
-        if path in _QUERIES:
-            parameters.append(_parameter("query", *_QUERIES[path]))
+        parameters += [_parameter("query", name, schema) for name, schema in _QUERIES.get(path, {}).items()]
         if parameters:
             operation["parameters"] = parameters
         if method == "POST" and path in bodies:
@@ -108,6 +115,7 @@ def description(endpoints: Sequence[tuple[str, str]]) -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Sapwood", "version": __version__},
+        **({"servers": [{"url": root}]} if root else {}),
         "paths": paths,
         "components": {
             "schemas": {**components, **_ERRORS},
@@ -118,8 +126,8 @@ def description(endpoints: Sequence[tuple[str, str]]) -> dict[str, Any]:
 
 
 def _answer(path: str) -> dict[str, Any]:
-    if path == "/metrics":
-        return {"text/plain": {"schema": _TEXT}}
+    if path in _TEXTS:
+        return {_TEXTS[path]: {"schema": _TEXT}}
     whole = {"application/json": {"schema": {"type": "object"}}}
     return {**whole, "text/event-stream": {}} if path in _STREAMED else whole
 

@@ -1,15 +1,37 @@
-"""Reasoning in generated text: `<think> ... </think>`, told apart from the answer as the text comes."""
+"""Reasoning in generated text: `<think> ... </think>`, told apart from the answer as the text comes. Its parsers:
+
+think        a text without an opening tag, its own or the prompt's, is an answer (glm45 and glm47 too)
+qwen3        it is reasoning, up to the closing tag or a tool call, unless the request turns thinking off (mimo too)
+deepseek_r1  it is reasoning, up to the closing tag
+"""
 
 from __future__ import annotations
 
 from .marks import half_mark
 
 OPENING, CLOSING = "<think>", "</think>"
+PARSERS = {name: name for name in ("think", "qwen3", "deepseek_r1")} | {
+    "glm45": "think",
+    "glm47": "think",
+    "mimo": "qwen3",
+}
+_CALL = "<tool_call>"
 
 
 def opens_reasoning(prompt: str, opening: str = OPENING) -> bool:
     """Whether the prompt, as the chat template made it, ends inside: the model goes on without a tag of its own."""
     return prompt.rstrip().endswith(opening)
+
+
+def splitter_for(parser: str, prompt: str, *, thinks: bool, calls: bool, held: bool) -> ReasoningSplitter:
+    """What splits one text behind this prompt. `thinks`: the request does not turn that off; `calls`: it has tools;
+    `held`: a grammar holds the text from its beginning, so that reasoning is only what it opens itself."""
+    kind = PARSERS[parser]
+    inside = opens_reasoning(prompt)
+    if kind != "think" and (thinks or kind == "deepseek_r1"):
+        inside = not prompt.rstrip().endswith(CLOSING)  # the template has ended it, so that nothing is thought
+    inside = inside and not held
+    return ReasoningSplitter(begins_inside=inside, cut_by=_CALL if kind == "qwen3" and calls else "")
 
 
 class ReasoningSplitter:
@@ -18,19 +40,22 @@ class ReasoningSplitter:
     A text has at most one reasoning, at its beginning: a tag that comes later is content like any other word. Whether
     the text begins inside, as `opens_reasoning` tells, says what a text without an opening tag is: then reasoning, up
     to the closing tag or to its end; else content, all of it. A model that repeats the tag of the prompt is forgiven.
+    `cut_by`: a mark that ends it as well, and is content itself.
 
     Whitespace is kept as vLLM's parsers for deepseek_r1 and qwen3 keep it: what is between the tags is the reasoning
     and what follows is the content, with every space and line break. Only whitespace before an opening tag is dropped.
     """
 
-    __slots__ = ("_begins_inside", "_closing", "_half", "_opening", "_spaces", "_state")
+    __slots__ = ("_begins_inside", "_closing", "_cut_by", "_half", "_opening", "_spaces", "_state")
 
-    def __init__(self, *, begins_inside: bool, opening: str = OPENING, closing: str = CLOSING) -> None:
+    def __init__(
+        self, *, begins_inside: bool, opening: str = OPENING, closing: str = CLOSING, cut_by: str = ""
+    ) -> None:
         for field, tag in (("opening", opening), ("closing", closing)):
             if not tag or tag != tag.strip():
                 raise ValueError(f"{field} must be a tag without spaces around it, got {tag!r:.60}")
         self._begins_inside = begins_inside
-        self._opening, self._closing = opening, closing
+        self._opening, self._closing, self._cut_by = opening, closing, cut_by
         self._state = "beginning"  # then "inside", then "outside"
         self._spaces: list[str] = []  # of the beginning
         self._half = ""  # what may become a tag
@@ -68,9 +93,14 @@ class ReasoningSplitter:
 
     def _inside(self, text: str) -> tuple[str, str]:
         reasoning, tag, content = text.partition(self._closing)
+        if self._cut_by and (place := reasoning.find(self._cut_by)) >= 0:
+            self._state = "outside"
+            return text[:place], text[place:]
         if tag:
             self._state = "outside"
             return reasoning, content
         cut = half_mark(text, self._closing)
+        if self._cut_by:
+            cut = min(cut, half_mark(text, self._cut_by))
         self._half = text[cut:]
         return text[:cut], ""

@@ -142,6 +142,8 @@ def chat_choice(choice: Any) -> Any:
     if not isinstance(choice, Mapping):
         return choice
     kind = choice.get("type")
+    if kind == "allowed_tools":  # read as it is
+        return choice
     if kind != "function":
-        raise unsupported("tool_choice.type", f"it must be function, got {shown(kind)}")
+        raise unsupported("tool_choice.type", f"it must be function or allowed_tools, got {shown(kind)}")
     return {"type": "function", "function": {"name": choice.get("name")}}

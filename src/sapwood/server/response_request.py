@@ -10,9 +10,11 @@ from .conversation import refuse
 from .errors import bad, shown, unsupported
 from .schemas import Count, Name, ResponseFormat, Sampling, Text
 
-_MOST_TOP = 20
 _LOGPROBS = "message.output_text.logprobs"
-_INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")  # the second changes nothing: reasoning is told in the clear
+INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")  # the second changes nothing: reasoning is told in the clear
+
+
+Items = Annotated[list[dict[str, Any]], Meta(max_length=4096)]
 
 
 class TextConfig(Struct, kw_only=True):
@@ -25,8 +27,10 @@ class ReasoningConfig(Struct, kw_only=True):
     summary: Annotated[str, Meta(max_length=32)] | None = None
 
 
-class ResponsesRequest(Sampling, kw_only=True):
-    input: Text | Annotated[list[dict[str, Any]], Meta(max_length=4096)]
+class InputTokensRequest(Sampling, kw_only=True):
+    """What makes a prompt, and what else a response takes, which changes no count."""
+
+    input: Text | Items | None = None
     instructions: Text | None = None
     previous_response_id: Name | None = None
     store: bool | None = None
@@ -44,6 +48,9 @@ class ResponsesRequest(Sampling, kw_only=True):
         | None
     ) = None
     truncation: Annotated[str, Meta(max_length=32)] | None = None
+    max_tool_calls: Count | None = None  # of tools that a server runs: there are none here
+    safety_identifier: Annotated[str, Meta(max_length=512)] | None = None
+    user: Annotated[str, Meta(max_length=512)] | None = None
     # what this server does not have
     background: bool | None = None
     conversation: Any = None
@@ -52,32 +59,34 @@ class ResponsesRequest(Sampling, kw_only=True):
     moderation: Any = None
 
 
+class ResponsesRequest(InputTokensRequest, kw_only=True):
+    input: Text | Items
+
+
 _UNSUPPORTED = {
     "background": "a response is made while its client waits",
     "conversation": "use previous_response_id",
     "prompt": "there are no prompt templates here: send input",
-    "context_management": "nothing is left out of a conversation",
+    "context_management": "use truncation",
     "moderation": "nothing is moderated here",
     "max_tokens": "use max_output_tokens",
     "response_format": "use text.format",
 }
 
 
-def check(request: ResponsesRequest) -> None:
+def check(request: InputTokensRequest) -> None:
     """What would change the answer and is not there is refused by name."""
     refuse(request, _UNSUPPORTED)
-    if request.truncation not in (None, "disabled"):
-        raise unsupported("truncation", f'it must be "disabled": nothing is left out, got {shown(request.truncation)}')
+    if request.truncation not in (None, "auto", "disabled"):
+        raise unsupported("truncation", f'it must be "auto" or "disabled", got {shown(request.truncation)}')
     for name in request.include or ():
-        if name not in _INCLUDED:
-            raise unsupported("include", f"it may have {' and '.join(_INCLUDED)}, got {shown(name)}")
-    if request.text is not None and request.text.verbosity not in (None, "medium"):
-        raise unsupported("text.verbosity", "the model's own template decides about that")
+        if name not in INCLUDED:
+            raise unsupported("include", f"it may have {' and '.join(INCLUDED)}, got {shown(name)}")
     if request.reasoning is not None and request.reasoning.summary not in (None, "auto"):
         raise unsupported("reasoning.summary", "reasoning is told as it is")
 
 
-def format_of(request: ResponsesRequest) -> ResponseFormat | None:
+def format_of(request: InputTokensRequest) -> ResponseFormat | None:
     """`text.format`, as chat completions have it."""
     given = None if request.text is None else request.text.format
     if given is None:
@@ -90,9 +99,9 @@ def format_of(request: ResponsesRequest) -> ResponseFormat | None:
     return ResponseFormat(type=kind, json_schema={"schema": given["schema"]} if kind == "json_schema" else None)
 
 
-def logprobs_of(request: ResponsesRequest) -> int | None:
+def logprobs_of(request: ResponsesRequest, most: int) -> int | None:
     """How many of the likeliest tokens are told with each; None: no log-probabilities."""
     top = request.top_logprobs or 0
-    if not 0 <= top <= _MOST_TOP:
-        raise bad("top_logprobs", f"top_logprobs must be from 0 to {_MOST_TOP}, got {shown(top)}")
+    if not 0 <= top <= most:
+        raise bad("top_logprobs", f"top_logprobs must be from 0 to {most}, got {shown(top)}")
     return top if top or _LOGPROBS in (request.include or ()) else None

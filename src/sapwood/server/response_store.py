@@ -23,42 +23,61 @@ class Stored(NamedTuple):
         return len(self.body) + sum(map(len, self.turns))
 
 
+class _Owner:
+    """The responses of one key, the longest unused first."""
+
+    def __init__(self) -> None:
+        self.kept: OrderedDict[str, Stored] = OrderedDict()
+        self.bytes = 0
+
+    def take(self, id: str) -> None:
+        self.bytes -= self.kept.pop(id).size
+
+
 class ResponseStore:
-    """`most` responses, `most_bytes` in all. One that belongs to another key is not there."""
+    """`most` responses, `most_bytes` in all. One that belongs to another key is not there. Where room is wanted, the
+    key that has most gives it: none loses a response while it has less than an equal share."""
 
     def __init__(self, most: int = MOST_RESPONSES, most_bytes: int = MOST_BYTES) -> None:
         self._most = most
         self._most_bytes = most_bytes
-        self._bytes = 0
-        self._kept: OrderedDict[str, Stored] = OrderedDict()
+        self._owners: dict[str | None, _Owner] = {}
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return sum(len(owner.kept) for owner in self._owners.values())
 
     @property
     def bytes(self) -> int:
-        return self._bytes
+        return sum(owner.bytes for owner in self._owners.values())
 
     def put(self, id: str, stored: Stored) -> None:
         """Ids are new. What alone is larger than everything may be is not kept."""
         if stored.size > self._most_bytes:
             return
-        self._kept[id] = stored
-        self._bytes += stored.size
-        while len(self._kept) > self._most or self._bytes > self._most_bytes:
-            _, old = self._kept.popitem(last=False)
-            self._bytes -= old.size
+        owner = self._owners.setdefault(stored.owner, _Owner())
+        owner.kept[id] = stored
+        owner.bytes += stored.size
+        while len(self) > self._most:
+            self._forget(max(self._owners, key=lambda key: len(self._owners[key].kept)))
+        while self.bytes > self._most_bytes:
+            self._forget(max(self._owners, key=lambda key: self._owners[key].bytes))
 
     def get(self, id: str, owner: str | None) -> Stored | None:
-        stored = self._kept.get(id)
-        if stored is None or stored.owner != owner:
+        theirs = self._owners.get(owner)
+        if theirs is None or id not in theirs.kept:
             return None
-        self._kept.move_to_end(id)
-        return stored
+        theirs.kept.move_to_end(id)
+        return theirs.kept[id]
 
     def delete(self, id: str, owner: str | None) -> bool:
         """Whether it was there. Responses that follow it stay whole."""
         if self.get(id, owner) is None:
             return False
-        self._bytes -= self._kept.pop(id).size
+        self._owners[owner].take(id)
         return True
+
+    def _forget(self, key: str | None) -> None:
+        owner = self._owners[key]
+        owner.take(next(iter(owner.kept)))
+        if not owner.kept:
+            del self._owners[key]

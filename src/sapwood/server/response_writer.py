@@ -60,8 +60,8 @@ class ResponsesWriter:
         self.id = f"resp_{self.hex}"
         self.created = int(time.time())
         self.status = "in_progress"
-        reasoning = serving.config.reasoning_parser == "think"
-        self.blocks = Blocks(Spoken(tools, reasoning, generation.prompts[0].text), serving.tool_parser)
+        splitter = serving.splitter(generation, tools, request.chat_template_kwargs)
+        self.blocks = Blocks(Spoken(tools, splitter), serving.tool_parser)
         self.likely: dict[int, list[Any]] = {}  # block -> log-probabilities
         self._waiting: list[Any] = []  # log-probabilities of tokens whose text is not final
         self._sequence = 0
@@ -78,6 +78,8 @@ class ResponsesWriter:
         steps = self.blocks.push(piece)
         if self.top is not None:
             self._score(piece, steps, self.top)
+        if self.blocks.full:
+            piece = self.generation.cut(piece)
         if piece.finish is not None:
             self.status = "incomplete" if piece.finish == "length" else "completed"
             if not self.blocks.all:
@@ -185,7 +187,7 @@ class ResponsesWriter:
         content = [self._part(block)]
         if block.kind == "text":
             return {"type": "message", **item, "role": "assistant", "content": content}
-        return {"type": "reasoning", **item, "summary": [], "content": content, "encrypted_content": None}
+        return {"type": "reasoning", **item, "summary": [], "content": content}
 
     def _part(self, block: Block) -> dict[str, Any]:
         if block.kind == "reasoning":
@@ -208,23 +210,27 @@ class ResponsesWriter:
             "incomplete_details": {"reason": "max_output_tokens"} if self.status == "incomplete" else None,
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
-            "max_tool_calls": None,
+            "max_tool_calls": request.max_tool_calls,
             "model": self.generation.model.name,
             "output": [self._item(block, self._status_of(block)) for block in self.blocks.all],
+            "frequency_penalty": params.frequency_penalty,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "presence_penalty": params.presence_penalty,
             "previous_response_id": request.previous_response_id,
             "prompt_cache_key": request.prompt_cache_key,
             "reasoning": {"effort": reasoning.effort, "summary": None},
+            "safety_identifier": request.safety_identifier,
             "service_tier": "default",
             "store": request.store is not False,
             "temperature": params.temperature,
-            "text": {"format": text.format or {"type": "text"}, "verbosity": "medium"},
+            "text": {"format": _format(text.format), "verbosity": text.verbosity or "medium"},
             "tool_choice": request.tool_choice or "auto",
-            "tools": request.tools or [],
+            "tools": [_tool(tool) for tool in request.tools or ()],
             "top_logprobs": request.top_logprobs or 0,
             "top_p": params.top_p,
-            "truncation": "disabled",
+            "truncation": request.truncation or "disabled",
             "usage": self._usage() if over else None,
+            "user": request.user,
             "metadata": request.metadata or {},
         }
         if over and request.cache_report:
@@ -246,3 +252,15 @@ class ResponsesWriter:
 def _failure(error: ApiError) -> str:
     """One of the few words that the API has for it."""
     return "invalid_prompt" if error.status == 400 else "rate_limit_exceeded" if error.status == 429 else "server_error"
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """With every field that a tool has: clients look for them."""
+    given = {name: value for name, value in tool.items() if value is not None}
+    return {"description": None, "parameters": None, "strict": False, **given}
+
+
+def _format(form: dict[str, Any] | None) -> dict[str, Any]:
+    if form is None or form["type"] != "json_schema":
+        return form or {"type": "text"}
+    return {"name": "response", "description": None, "strict": False, **form}

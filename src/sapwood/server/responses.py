@@ -1,23 +1,26 @@
-"""OpenAI's Responses API: POST /v1/responses, and GET and DELETE of one that is kept."""
+"""OpenAI's Responses API: POST /v1/responses and /v1/responses/input_tokens, and the responses that are kept."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from urllib.parse import parse_qs
+from typing import Any, NamedTuple
 
 import msgspec
 
 from .conversation import begin, in_words_of, prompt_of
 from .errors import ApiError, bad, unsupported
-from .generation import Generation
-from .http import Call
+from .generation import Generation, Prompt
+from .http import Call, query_text
+from .response_input import page, with_ids
 from .response_items import chat_choice, chat_tools, item_messages
-from .response_request import ResponsesRequest, check, format_of, logprobs_of
+from .response_request import InputTokensRequest, ResponsesRequest, check, format_of, logprobs_of
 from .response_store import ResponseStore, Stored
+from .response_truncation import Item, fitting
 from .response_writer import ResponsesWriter
 from .schemas import parse
 from .serving import Serving
-from .spoken import read_tools
+from .spoken import Tools, most_calls, read_tools
 
 _WORDS = {
     r"\bmax_tokens\b": "max_output_tokens",
@@ -31,29 +34,17 @@ async def responses(serving: Serving, call: Call) -> Generation:
     request = parse(await call.body(), ResponsesRequest)
     check(request)
     model = serving.model(request.model)
-    before = _before(serving, call, request)
-    given = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
-    items = [item for turn in before for item in msgspec.json.decode(turn)]
-    messages = item_messages(items, given)
-    if request.instructions is not None:
-        messages.insert(0, {"role": "system", "content": request.instructions})
-    if not messages:
-        raise bad("input", "input is empty")
-    template = dict(request.chat_template_kwargs or {})
-    if request.reasoning is not None and request.reasoning.effort is not None:
-        template.setdefault("reasoning_effort", request.reasoning.effort)
-    top = logprobs_of(request)
+    top = logprobs_of(request, serving.max_logprobs)
     with in_words_of(_WORDS):
-        tools = read_tools(chat_tools(request.tools), chat_choice(request.tool_choice), serving.tool_parser)
-        request.response_format = format_of(request)
-        prompt = await prompt_of(serving, request, messages, tools, template)
+        given = await _given(serving, call, request)
         generation = await begin(
-            serving, call, request, model, prompt, tools, max_tokens=request.max_output_tokens, logprobs=top
+            serving, call, request, model, given.prompt, given.tools, max_tokens=request.max_output_tokens, logprobs=top
         )
     keep = None
     if request.store is not False:
-        keep = partial(_keep, serving.responses, call.caller.key, (*before, msgspec.json.encode(given)))
-    writer = ResponsesWriter(serving, request, generation, tools, top, keep)
+        turns = (*given.before, msgspec.json.encode(with_ids(given.items)))
+        keep = partial(_keep, serving.responses, call.caller.key, turns)
+    writer = ResponsesWriter(serving, request, generation, given.tools, top, keep)
     if request.stream:
         await call.stream(generation, writer, serving.config.keepalive_seconds)
     else:
@@ -61,10 +52,58 @@ async def responses(serving: Serving, call: Call) -> Generation:
     return generation
 
 
+async def input_tokens(serving: Serving, call: Call) -> None:
+    request = parse(await call.body(), InputTokensRequest)
+    check(request)
+    serving.model(request.model)
+    with in_words_of(_WORDS):
+        given = await _given(serving, call, request)
+    await call.json({"object": "response.input_tokens", "input_tokens": len(given.prompt.ids)})
+
+
+class _Given(NamedTuple):
+    """`before`: the turns of responses that this one follows, as JSON; `items`: those of this request."""
+
+    before: tuple[bytes, ...]
+    items: list[dict[str, Any]]
+    tools: Tools
+    prompt: Prompt
+
+
+async def _given(serving: Serving, call: Call, request: InputTokensRequest) -> _Given:
+    before = _before(serving, call, request)
+    request.response_format = format_of(request)
+    given = request.input or []
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    earlier = [item for turn in before for item in msgspec.json.decode(turn)]
+    messages = item_messages(earlier, items)
+    instructions = []
+    if request.instructions is not None:
+        instructions.append({"role": "system", "content": request.instructions})
+    if not instructions and not messages:
+        raise bad("input", "input is empty")
+    template = dict(request.chat_template_kwargs or {})
+    if request.reasoning is not None and request.reasoning.effort is not None:
+        template.setdefault("reasoning_effort", request.reasoning.effort)
+    verbosity = None if request.text is None else request.text.verbosity
+    template = serving.with_verbosity(template, "text.verbosity", verbosity)
+    choice, most = chat_choice(request.tool_choice), most_calls(request.parallel_tool_calls)
+    tools = read_tools(chat_tools(request.tools), choice, serving.tool_parser, most)
+
+    async def made(some: Sequence[Item]) -> Prompt:
+        return await prompt_of(serving, request, [*instructions, *item_messages((), some)], tools, template)
+
+    if request.truncation == "auto":
+        prompt = await fitting([*earlier, *items], made, serving.limit, request.max_output_tokens)
+    else:
+        prompt = await prompt_of(serving, request, [*instructions, *messages], tools, template)
+    return _Given(before, items, tools, prompt)
+
+
 # ---- responses that are kept
 
 
-def _before(serving: Serving, call: Call, request: ResponsesRequest) -> tuple[bytes, ...]:
+def _before(serving: Serving, call: Call, request: InputTokensRequest) -> tuple[bytes, ...]:
     id = request.previous_response_id
     if id is None:
         return ()
@@ -83,13 +122,9 @@ def _unknown(id: str, code: str, param: str) -> ApiError:
 
 
 async def get_response(serving: Serving, call: Call) -> None:
-    id = call.scope["path_params"]["id"]
-    if parse_qs(call.scope.get("query_string", b"")).get(b"stream", [b""])[-1] not in (b"", b"false"):
+    if query_text(call, "stream", "") not in ("", "false"):
         raise unsupported("stream", "a response that is over is told in one piece")
-    stored = serving.responses.get(id, call.caller.key)
-    if stored is None:
-        raise _unknown(id, "response_not_found", "id")
-    await call.answer(200, stored.body)
+    await call.answer(200, _kept(serving, call).body)
 
 
 async def delete_response(serving: Serving, call: Call) -> None:
@@ -97,3 +132,21 @@ async def delete_response(serving: Serving, call: Call) -> None:
     if not serving.responses.delete(id, call.caller.key):
         raise _unknown(id, "response_not_found", "id")
     await call.json({"id": id, "object": "response", "deleted": True})
+
+
+async def input_items(serving: Serving, call: Call) -> None:
+    """All that the model was given for a response but its instructions: also what was said in those that it follows."""
+    await call.answer(200, page(_kept(serving, call).turns[:-1], call))
+
+
+async def cancel_response(serving: Serving, call: Call) -> None:
+    _kept(serving, call)
+    raise unsupported("background", "a response is made while its client waits: close the connection to cancel it")
+
+
+def _kept(serving: Serving, call: Call) -> Stored:
+    id = call.scope["path_params"]["id"]
+    stored = serving.responses.get(id, call.caller.key)
+    if stored is None:
+        raise _unknown(id, "response_not_found", "id")
+    return stored

@@ -1,17 +1,18 @@
 """What clients send, field by field. What is not named here is accepted and ignored; what would change the
-answer and is not there is refused by name."""
+answer and is not there is refused by name (unserved.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from sapwood.engine.params import MOST_BAD_WORDS, MOST_STOP_LENGTH, MOST_STOPS
 
-from .errors import ApiError, unsupported
+from .errors import ApiError, bad, unsupported
+from .unserved import CHAT, COMPLETIONS, EVERY, STRUCTURED, also_unserved, refuse_unserved
 
 MOST_DEPTH = 100  # of a body's lists and objects in each other
 MOST_LISTS = 100_000  # lists and objects of a body. What looks like one in its texts counts as well, here
@@ -33,11 +34,16 @@ class StreamOptions(Struct, kw_only=True):
 
 
 class ResponseFormat(Struct, kw_only=True):
+    """`schema`: beside the type, as llama.cpp and SGLang have it. `structures`, `triggers`: of a structural_tag."""
+
     type: str
     json_schema: dict[str, Any] | None = None
-    grammar: Text | None = None
+    schema: dict[str, Any] | None = None
+    structures: list[Any] | None = None
+    triggers: list[Any] | None = None
 
 
+@also_unserved(STRUCTURED)
 class StructuredOutputs(Struct, kw_only=True):
     """vLLM's. One of them."""
 
@@ -46,10 +52,12 @@ class StructuredOutputs(Struct, kw_only=True):
     regex: Text | None = None
     choice: Strings | None = None
     grammar: Text | None = None
+    structural_tag: dict[str, Any] | Text | None = None
 
 
+@also_unserved(EVERY)
 class Sampling(Struct, kw_only=True):
-    """What chat completions and completions share."""
+    """What all requests to generate share."""
 
     model: Name | None = None
     max_tokens: Count | None = None
@@ -73,7 +81,9 @@ class Sampling(Struct, kw_only=True):
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: int | None = None
+    return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
     priority: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -83,6 +93,10 @@ class Sampling(Struct, kw_only=True):
     guided_regex: Text | None = None
     guided_choice: Strings | None = None
     guided_grammar: Text | None = None
+    regex: Text | None = None  # SGLang's,
+    ebnf: Text | None = None
+    grammar: Text | None = None  # llama.cpp's,
+    json_schema: dict[str, Any] | Text | None = None  # and that of both
     return_token_ids: bool | None = None
     request_id: Annotated[str, Meta(max_length=256)] | None = None
     # the cache
@@ -90,13 +104,10 @@ class Sampling(Struct, kw_only=True):
     cache_prompt: bool | None = None
     cache_report: bool | None = None
     prompt_cache_key: Annotated[str, Meta(max_length=1024)] | None = None
-    # what this server does not have
-    logits_processors: Any = None
-    use_beam_search: bool | None = None
-    best_of: int | None = None
-    kv_transfer_params: Any = None
+    best_of: int | None = None  # only what says nothing besides n
 
 
+@also_unserved(CHAT)
 class ChatRequest(Sampling, kw_only=True):
     messages: Messages
     max_completion_tokens: Count | None = None
@@ -104,34 +115,24 @@ class ChatRequest(Sampling, kw_only=True):
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
-    echo: bool | None = None
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
     reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
+    verbosity: Annotated[str, Meta(max_length=32)] | None = None
     documents: list[dict[str, Any]] | None = None
-    # what this server does not have
-    chat_template: Text | None = None
-    functions: Any = None
-    function_call: Any = None
-    audio: Any = None
-    modalities: list[str] | None = None
-    prediction: Any = None
-    web_search_options: Any = None
-    verbosity: Any = None
 
 
+@also_unserved(COMPLETIONS)
 class CompletionRequest(Sampling, kw_only=True):
     prompt: Text | list[int | Text | list[int]]  # a text, its token ids, or several of either
     echo: bool | None = None
     logprobs: int | bool | None = None
     add_special_tokens: bool | None = None
-    # what this server does not have
-    suffix: Text | None = None
-    prompt_embeds: Any = None
 
 
 class TokenizeRequest(Struct, kw_only=True):
@@ -172,22 +173,6 @@ class ExplainRequest(Struct, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
-
-
-_UNSUPPORTED = {
-    "logits_processors": "no code of a client is run",
-    "use_beam_search": "there is no beam search",
-    "kv_transfer_params": "prefill and decode run in one server",
-    "chat_template": "templates come from the model or from --chat-template",
-    "functions": "use tools",
-    "function_call": "use tool_choice",
-    "audio": "this server reads and writes text",
-    "prediction": "there are no predicted outputs",
-    "web_search_options": "this server searches nothing",
-    "verbosity": "the model's own template decides about that",
-    "suffix": "there is no filling in between",
-    "prompt_embeds": "prompts are text or token ids",
-}
 
 
 T = TypeVar("T")
@@ -246,14 +231,20 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def _check_supported(request: Any) -> None:
-    for field, why in _UNSUPPORTED.items():
-        if getattr(request, field, None) not in (None, False, [], ""):
-            raise unsupported(field, why)
-    if getattr(request, "best_of", None) not in (None, 1, getattr(request, "n", None) or 1):
+    if not isinstance(request, Sampling):
+        return
+    refuse_unserved(request, EVERY)
+    if request.structured_outputs is not None:
+        refuse_unserved(request.structured_outputs, STRUCTURED, "structured_outputs.")
+    if request.best_of not in (None, 1, request.n or 1):
         raise unsupported("best_of", "every sample is returned: use n")
-    if getattr(request, "modalities", None) not in (None, ["text"]):
-        raise unsupported("modalities", "this server reads and writes text")
-    if getattr(request, "prompt_logprobs", None) is not None:
-        raise unsupported("prompt_logprobs", "completions tell them with echo and logprobs")
-    if isinstance(request, ChatRequest) and request.echo:
-        raise unsupported("echo", "it is for completions")
+    if isinstance(request, ChatRequest):
+        refuse_unserved(request, CHAT)
+    elif isinstance(request, CompletionRequest):
+        refuse_unserved(request, COMPLETIONS)
+    else:
+        return
+    if request.stream_options is not None and not request.stream:
+        raise bad("stream_options", "stream_options are for a stream: stream must be true")
+    if request.prompt_logprobs is not None and request.stream:
+        raise bad("prompt_logprobs", "prompt_logprobs are told in one piece: stream must be false")

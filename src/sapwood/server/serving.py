@@ -9,10 +9,12 @@ begin     submitted, within the limits of the queue
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import logging
+import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,14 +26,17 @@ from sapwood.engine.stops import bad_word_tokens
 
 from .config import ServerConfig
 from .content import message_texts
-from .errors import ApiError, bad, shown, unsupported
+from .errors import ApiError, bad, engine_down, shown, unsupported
+from .forms import Form, form_of
 from .generation import Generation, Model, Prompt
 from .grammars import GrammarSpec
 from .grammars import check as check_grammar
 from .link import EngineLink
+from .reasoning import ReasoningSplitter, splitter_for
 from .response_store import ResponseStore
+from .salt_key import salt_of
 from .schemas import MOST_NAMED, Sampling
-from .spoken import told_of_tools
+from .spoken import Tools, told_of_tools
 from .template import ChatTemplate, TemplateError
 from .tokens import Tokens
 
@@ -44,6 +49,8 @@ _PLAIN = (  # fields that requests and SamplingParams have in common
 )
 
 
+log = logging.getLogger(__name__)
+_MOST_PRIORITY = 2**31 - 1
 _LONGEST = 2  # contexts that a prompt may have, if it is to be cut or only counted
 _MOST_CHARACTERS = 64  # of a token, on average
 _SHORT, _FEW = 256 << 10, 32  # bytes and messages whose prompt is made at once, without a thread
@@ -51,34 +58,63 @@ _MOST_BEGINS = 1 << 25  # characters of all beginnings of all stop strings, all 
 
 
 class Caller(NamedTuple):
-    """Who asks. `salt`: what the key makes of it, where tenants are kept apart by key."""
+    """Who asks. `tenant`: with whom he shares what is shared equally: a key's number; without keys, his address."""
 
     id: str
     key: str | None
     admin: bool
+    tenant: str = ""
+
+
+class Source(NamedTuple):
+    """Where an adapter was loaded from, and is again for an engine that is started again. `root`: the folder that it
+    must lie in."""
+
+    path: str
+    root: str | None = None
+
+    def shown(self, admin: bool) -> str:
+        """Where it lies is the administrator's business; others see the last part of it."""
+        return os.path.join(self.root or "", self.path) if admin else PurePath(self.path).name or self.path
 
 
 class Serving:
     """A model, its tokenizer and its rules. One event loop calls all of it."""
 
-    def __init__(self, config: ServerConfig, link: EngineLink) -> None:
+    def __init__(self, config: ServerConfig, link: EngineLink, secret: bytes | None = None) -> None:
+        """`secret`: what salts are made with; None: one of its own, which no other server shares."""
         self.config = config
+        self._secret = secret or secrets.token_bytes(32)
         self.link = link
         self.names: list[str] = list(config.served_model_name)
+        self.given_name: str | None = None  # of the model, on the command line; a path is not shown
         self.adapters: dict[str, bytes] = {}
-        self.paths: dict[str, str] = {}  # where adapters came from
+        self.sources: dict[str, Source] = {}
+        self.parents: dict[str, str] = {}  # base models that adapters were given with, if they were
         self.created = int(time.time())
         self.tokens: Tokens | None = None
         self.template: ChatTemplate | None = None
         self.tool_parser: str | None = None
         self.defaults: dict[str, Any] = {}
         self.responses = ResponseStore(config.max_responses, config.max_responses_bytes)
+        self.ready = False  # engine, names, tokenizer, adapters and metrics are there
         self.draining = False
+        self._told_priority = False
+
+    @property
+    def unready(self) -> ApiError | None:
+        """Why the next request could not be answered; None: it will be."""
+        if self.link.down is not None:
+            return engine_down(self.link.down)
+        if not self.ready:
+            doing = f"the model is not loaded yet ({self.link.doing})"
+            return ApiError(503, doing, "not_ready", headers={"Retry-After": "2"})
+        return None
 
     # ---- names
 
     def model(self, name: str | None) -> Model:
-        if name is None or name in self.names:
+        if name is None or name in self.names or name == self.given_name:
             return Model(self.names[0], None)
         if name in self.adapters:
             return Model(name, self.adapters[name])
@@ -92,6 +128,12 @@ class Serving:
     def limit(self) -> int:
         assert self.link.ready is not None
         return self.link.ready.max_model_len
+
+    @property
+    def max_logprobs(self) -> int:
+        """What a request may ask for of each token."""
+        assert self.link.ready is not None
+        return int(self.link.ready.facts.get("max_logprobs", 20))
 
     def tokenizer(self) -> Tokens:
         if self.tokens is None:
@@ -163,6 +205,18 @@ class Serving:
             raise bad("messages", str(error)) from None
         return Prompt(await self._encoded(text, add_special_tokens), text)
 
+    def template_knows(self, name: str) -> bool:
+        """Whether the chat template asks for this variable."""
+        return self.template is not None and name in self.template.variables
+
+    def with_verbosity(self, template: dict[str, Any], field: str, asked: str | None) -> dict[str, Any]:
+        """What the chat template is told, and how wordy an answer is to be."""
+        if asked is not None and self.template_knows("verbosity"):
+            template.setdefault("verbosity", asked)
+        elif asked not in (None, "medium"):
+            raise unsupported(field, f'the model\'s chat template knows nothing of it but "medium", got {shown(asked)}')
+        return template
+
     async def _encoded(self, text: str, add_special_tokens: bool) -> Any:
         tokens = self.tokenizer()
         if len(text) > _MOST_CHARACTERS * self.limit:
@@ -200,6 +254,11 @@ class Serving:
             raise bad(
                 "logit_bias", f"logit_bias may have {self.config.max_logit_bias} entries, got {len(request.logit_bias)}"
             )
+        if not caller.admin:
+            given["priority"] = self._priority(given["priority"] or 0)
+        scores = request.prompt_logprobs
+        if scores is not None and not 0 <= scores <= self.max_logprobs:
+            raise bad("prompt_logprobs", f"prompt_logprobs must be from 0 to {self.max_logprobs}, got {shown(scores)}")
         salt = self.salt(request.cache_salt, caller)
         if max_tokens == 0:
             raise bad("max_tokens", "max_tokens must be 1 or more, got 0")
@@ -209,64 +268,46 @@ class Serving:
         except (ValueError, TypeError, OverflowError) as error:
             raise bad(str(error).split(" ", 1)[0], str(error)) from None
 
+    def _priority(self, asked: int) -> int:
+        """What a caller without the admin key gets. A number that is none of the engine's stays wrong."""
+        most = self.config.max_priority
+        if asked >= most or asked < -_MOST_PRIORITY:
+            return asked
+        if not self._told_priority:
+            log.info("a request asked for priority %d and gets %d, as others may have (--max-priority)", asked, most)
+            self._told_priority = True
+        return most
+
     def salt(self, given: str | None, caller: Caller) -> str | None:
         """What keeps a request's cached prefixes from others."""
         if not self.config.salt_by_key:
             return given
         if given is not None:
             raise unsupported("cache_salt", "this server makes salts from API keys")
-        return hashlib.sha256(f"sapwood.key:{caller.key}".encode()).hexdigest()
+        return salt_of(self._secret, caller.key or "")
 
-    def grammar(self, request: Sampling) -> GrammarSpec | None:
-        """The form of the answer that a request demands, checked."""
-        asked: list[GrammarSpec] = []
-        form, outputs = request.response_format, request.structured_outputs
-        if form is not None and form.type == "json_object":
-            asked.append(GrammarSpec("json_object", ""))
-        elif form is not None and form.type == "json_schema":
-            schema = (form.json_schema or {}).get("schema")
-            if not isinstance(schema, dict):
-                raise bad("response_format", "response_format.json_schema.schema must be a JSON schema")
-            asked.append(GrammarSpec("json_schema", _json(schema)))
-        elif form is not None and form.type != "text":
-            raise unsupported(
-                "response_format", f"its type must be text, json_object or json_schema, got {form.type!r:.60}"
-            )
-        if outputs is not None:
-            if outputs.json is not None and outputs.json is not False:
-                asked.append(
-                    GrammarSpec("json_object", "")
-                    if outputs.json is True
-                    else GrammarSpec(
-                        "json_schema", outputs.json if isinstance(outputs.json, str) else _json(outputs.json)
-                    )
-                )
-            if outputs.json_object:
-                asked.append(GrammarSpec("json_object", ""))
-        for kind, new, old in (
-            ("regex", outputs and outputs.regex, request.guided_regex),
-            ("grammar", outputs and outputs.grammar, request.guided_grammar),
-            ("choice", outputs and outputs.choice, request.guided_choice),
-            ("json_schema", None, request.guided_json),
-        ):
-            given = [value for value in (new, old) if value is not None]
-            asked += [GrammarSpec(kind, value if isinstance(value, str) else _json(value)) for value in given]
-        if len(asked) > 1:
-            raise bad("structured_outputs", "an answer can have one form: several were asked for")
-        return self.checked_grammar(asked[0]) if asked else None
+    def grammar(self, request: Sampling, tools: Tools | None = None) -> GrammarSpec | None:
+        """What holds the answer to the form that a request demands. A call that is demanded comes before that: the
+        form is one of content, and is checked all the same."""
+        form = form_of(request)
+        if form is not None:
+            self._check_form(form)
+        if tools is not None and tools.grammar is not None:
+            form = Form("tools", tools.grammar)
+            self._check_form(form)
+        return None if form is None else form.grammar
 
-    def checked_grammar(self, spec: GrammarSpec) -> GrammarSpec:
+    def _check_form(self, form: Form) -> None:
         config = self.config
         try:
             check_grammar(
-                spec,
+                form.grammar,
                 max_bytes=config.max_schema_bytes,
                 max_depth=config.max_schema_depth,
                 max_choices=config.max_choices,
             )
         except ValueError as error:
-            raise ApiError(400, str(error), "invalid_grammar", "response_format") from None
-        return spec
+            raise ApiError(400, str(error), "invalid_grammar", form.field) from None
 
     # ---- running
 
@@ -276,6 +317,7 @@ class Serving:
         params: SamplingParams,
         request: Sampling,
         model: Model,
+        caller: Caller,
         grammar: GrammarSpec | None = None,
     ) -> Generation:
         """Submit the prompts of a request."""
@@ -288,8 +330,8 @@ class Serving:
                 raise self.too_long(len(prompt.ids), asked if len(prompt.ids) < self.limit else 0)
         self._bound(params, len(prompts))
         words = await self._bad_words(params) if params.bad_words else []
-        self._admit(lanes)
-        job = self.link.job(lanes)
+        self._admit(lanes, caller)
+        job = self.link.job(lanes, caller.tenant)
         cached = request.cache_prompt is not False
         for at, prompt in enumerate(prompts):
             self.link.submit(
@@ -306,7 +348,10 @@ class Serving:
         if self.config.queue_timeout:
             loop = asyncio.get_running_loop()
             loop.call_later(self.config.queue_timeout, self.link.expire, job, self.config.queue_timeout)
-        return Generation(job, prompts, params, None if self.tokens is None else self.tokens.detokenizer, model)
+        detokenizer = None if self.tokens is None else self.tokens.detokenizer
+        generation = Generation(job, prompts, params, detokenizer, model)
+        generation.held = grammar is not None and grammar.kind != "structural_tag"
+        return generation
 
     def _bound(self, params: SamplingParams, prompts: int) -> None:
         """What is made anew for every prompt or sample may not be much, where these are many."""
@@ -325,7 +370,9 @@ class Serving:
         except ValueError as error:
             raise bad("bad_words", str(error)) from None
 
-    def _admit(self, lanes: int) -> None:
+    def _admit(self, lanes: int, caller: Caller) -> None:
+        if self.unready is not None:
+            raise self.unready
         if self.draining:
             raise ApiError(503, "the server is stopping", "stopping", headers={"Retry-After": "30"})
         waiting = self.link.waiting
@@ -336,9 +383,21 @@ class Serving:
                 "queue_full",
                 headers={"Retry-After": "1"},
             )
+        most = self.config.max_requests_per_key
+        if most and not caller.admin:
+            if lanes > most:
+                raise bad("n", f"a key may have {most} samples here at once, got {lanes} in one request")
+            live = self.link.live(caller.tenant)
+            if live + lanes > most:
+                raise ApiError(
+                    429,
+                    f"this key has {live} samples here that wait or run, and {most} may: {lanes} more are asked for",
+                    "key_full",
+                    headers={"Retry-After": "1"},
+                )
 
     def truncated(self, request: Sampling, prompts: list[Prompt]) -> list[Prompt]:
-        """`truncate_prompt_tokens`: the last so many tokens of each."""
+        """`truncate_prompt_tokens`: the last so many tokens of each, or the first, by `truncation_side`."""
         most = request.truncate_prompt_tokens
         if most is None:
             return prompts
@@ -346,7 +405,34 @@ class Serving:
             most = self.limit - 1
         if most < 1:
             raise bad("truncate_prompt_tokens", f"truncate_prompt_tokens must be 1 or more, got {shown(most)}")
-        return [Prompt(prompt.ids[-most:], prompt.text) for prompt in prompts]
+        if request.truncation_side == "right":
+            return [prompt if len(prompt.ids) <= most else Prompt(prompt.ids[:most]) for prompt in prompts]
+        return [
+            prompt if len(prompt.ids) <= most else Prompt(prompt.ids[-most:], prompt.text, cut=True)
+            for prompt in prompts
+        ]
+
+    # ---- what is told of the answer
+
+    def splitter(
+        self,
+        generation: Generation,
+        tools: Tools,
+        template: Mapping[str, Any] | None,
+        asked: bool | None = None,
+    ) -> ReasoningSplitter | None:
+        """What tells the reasoning of one sample apart. `template`: what the chat template was told beside messages;
+        `asked`: what the request says of reasoning."""
+        parser = self.config.reasoning_parser
+        if asked is False or (asked is None and parser == "none"):
+            return None
+        return splitter_for(
+            "think" if parser == "none" else parser,
+            generation.prompts[0].text or "",
+            thinks=(template or {}).get("enable_thinking") is not False,
+            calls=tools.parser is not None,
+            held=generation.held,
+        )
 
     # ---- what is told of the cache
 
@@ -384,7 +470,3 @@ class Serving:
 
 def new_id(prefix: str) -> str:
     return f"{prefix}-{secrets.token_hex(12)}"
-
-
-def _json(value: Any) -> str:
-    return msgspec.json.encode(value).decode()

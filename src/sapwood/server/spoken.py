@@ -9,17 +9,18 @@ import msgspec
 
 from .errors import bad
 from .grammars import GrammarSpec
-from .reasoning import ReasoningSplitter, opens_reasoning
+from .reasoning import ReasoningSplitter
+from .schemas import Sampling
 from .tools import (
+    MOST_CALLS,
     CallArguments,
     CallBegins,
     Content,
-    ForcedParser,
     ToolChoice,
     ToolParser,
     check_tools,
-    forced_schema,
-    parser_for,
+    forced_calls,
+    parser_of,
 )
 
 _TOOLS_TEXT = """You may call one or more functions to assist with the user query.
@@ -43,27 +44,39 @@ Part = Reasoning | Content | CallBegins | CallArguments
 
 
 class Tools(NamedTuple):
-    """What a request says of tools. `shown`: those that the model is told of."""
+    """What a request says of tools. `shown`: those that the model is told of. `most`: calls that it may make."""
 
     choice: ToolChoice
     shown: Sequence[Mapping[str, Any]] | None
     grammar: GrammarSpec | None  # of a call that is demanded
     parser: Callable[[], ToolParser] | None
+    most: int = MOST_CALLS
+
+    def show_marks(self, request: Sampling) -> None:
+        """The marks of calls are special tokens in some vocabularies, and without them a call is only text."""
+        if self.parser is not None and request.skip_special_tokens is None:
+            request.skip_special_tokens = False
 
 
-def read_tools(tools: Any, tool_choice: Any, default: str | None) -> Tools:
+def read_tools(tools: Any, tool_choice: Any, default: str | None, most: int = MOST_CALLS) -> Tools:
     """`default`: the format of this model's calls."""
     try:
         choice = check_tools(tools, tool_choice)
     except ValueError as error:
         raise bad(str(error).split(" ", 1)[0], str(error)) from None
-    if choice.mode in ("required", "named"):
-        schema = forced_schema(tools, tool_choice)
-        spec = GrammarSpec("json_schema", msgspec.json.encode(schema).decode())
-        return Tools(choice, tools, spec, lambda: ForcedParser(choice.name))
     if choice.mode == "none" or not tools:
         return Tools(choice, None, None, None)
-    return Tools(choice, tools, None, None if default is None else parser_for(default))
+    some = [tool for tool in tools if tool["function"]["name"] in choice.names]
+    if choice.mode in ("required", "named"):
+        forced = forced_calls(some, tool_choice if choice.mode == "named" else "required", default, most)
+        return Tools(choice, some, GrammarSpec(forced.kind, forced.text), forced.parser, most)
+    names = None if len(some) == len(tools) else choice.names
+    return Tools(choice, some, None, None if default is None else parser_of(default, some, names), most)
+
+
+def most_calls(parallel_tool_calls: bool | None) -> int:
+    """How many calls an answer may have."""
+    return 1 if parallel_tool_calls is False else MOST_CALLS
 
 
 def told_of_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> list[Mapping[str, Any]]:
@@ -77,16 +90,16 @@ def told_of_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -
 
 
 class Spoken:
-    """One sample. `reasoning`: whether it is told apart; `prompt`: the text before, which may have begun it."""
+    """One sample. `splitter`: what tells its reasoning apart, or None."""
 
-    __slots__ = ("_parser", "_splitter", "calls")
+    __slots__ = ("_most", "_parser", "_splitter", "calls", "full")
 
-    def __init__(self, tools: Tools, reasoning: bool, prompt: str | None) -> None:
+    def __init__(self, tools: Tools, splitter: ReasoningSplitter | None) -> None:
         self.calls = 0  # begun so far
+        self.full = False  # a call more than there may be has begun: from there on nothing counts
+        self._most = tools.most
         self._parser = None if tools.parser is None else tools.parser()
-        self._splitter = (
-            ReasoningSplitter(begins_inside=opens_reasoning(prompt or "")) if reasoning and not tools.grammar else None
-        )
+        self._splitter = splitter
 
     def push(self, text: str) -> list[Part]:
         if self._splitter is None:
@@ -111,7 +124,12 @@ class Spoken:
         return self._counted(self._parser.push(text))
 
     def _counted(self, parts: Sequence[Part]) -> list[Part]:
-        for part in parts:
+        if self.full:
+            return []
+        for at, part in enumerate(parts):
             if isinstance(part, CallBegins):
+                if self.calls == self._most:
+                    self.full = True
+                    return list(parts[:at])
                 self.calls += 1
         return list(parts)

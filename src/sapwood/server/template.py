@@ -1,20 +1,25 @@
 """Chat templates: messages to the text of a prompt. They come with a model and are run in jinja2's sandbox, as
-transformers runs them: nothing of Python can be reached from one, and nothing can be changed."""
+transformers runs them: nothing of Python can be reached from one, and nothing can be changed. What goes round in them
+is what clients send, often in loops within loops: the turns of all loops together have a bound."""
 
 from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
 import jinja2.sandbox
 
 from sapwood.engine.model_files import ModelError, read_json
 
+MOST_TURNS = 2_000_000  # of all loops of a template together: some seconds of a processor
 _GIVEN = ("messages", "tools", "add_generation_prompt", "continue_final_message")  # by fields of their own
 
 
@@ -23,19 +28,22 @@ class TemplateError(ValueError):
 
 
 class ChatTemplate:
-    """`text` is the source of the template; `tokens` the special tokens it may name (bos_token, ...)."""
+    """`text` is the source of the template; `tokens` the special tokens it may name (bos_token, ...). `variables`: what
+    it asks for."""
 
     def __init__(self, text: str, tokens: Mapping[str, Any]) -> None:
         self.text = text
         self._tokens = dict(tokens)
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        environment = _Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
         )
         environment.filters["tojson"] = _tojson
+        environment.filters[_COUNTED] = _counted
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _now
         try:
             self._template = environment.from_string(text)
+            self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(text)))
         except jinja2.TemplateError as error:
             raise ModelError(f"the chat template is no template: {error}") from None
 
@@ -53,6 +61,7 @@ class ChatTemplate:
             if name in more:
                 raise TemplateError(f"chat_template_kwargs may not have {name}, which is a field of the request")
         given = {"messages": messages, "tools": tools or None, "add_generation_prompt": add_generation_prompt}
+        _turns.set([MOST_TURNS])
         try:
             text = self._template.render({**self._tokens, **more, **given})
         except TemplateError:
@@ -75,16 +84,26 @@ def _up_to_the_last(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
     return text[:end]
 
 
+def asked_template(asked: str, tokens: Mapping[str, Any]) -> ChatTemplate:
+    """What `--chat-template` names: a file, or the text itself."""
+    if "{" in asked:
+        return ChatTemplate(asked, tokens)
+    path = Path(asked).expanduser()
+    if not path.is_file():
+        raise ModelError(f"chat_template: {asked:.200} is neither a file nor a template")
+    try:
+        return ChatTemplate(path.read_text(), tokens)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"chat_template: {asked:.200} cannot be read: {error}") from None
+
+
 def find_template(folder: str, asked: str | None) -> ChatTemplate | None:
     """The template of a model, or the file or text that `--chat-template` names."""
     where = Path(folder)
     config = read_json(where / "tokenizer_config.json") if (where / "tokenizer_config.json").is_file() else {}
     tokens = {name: _content(value) for name, value in config.items() if name.endswith("_token")}
     if asked is not None:
-        path = Path(asked).expanduser()
-        if "{" not in asked and not path.is_file():
-            raise ModelError(f"--chat-template: {asked} is neither a file nor a template")
-        return ChatTemplate(path.read_text() if "{" not in asked else asked, tokens)
+        return asked_template(asked, tokens)
     if (where / "chat_template.jinja").is_file():
         return ChatTemplate((where / "chat_template.jinja").read_text(), tokens)
     if (where / "chat_template.json").is_file():
@@ -110,6 +129,28 @@ def _raise(message: str) -> str:
 
 def _now(form: str) -> str:
     return datetime.datetime.now().strftime(form)
+
+
+_COUNTED = "sapwood.counted"  # no name that a template could write
+_turns: ContextVar[list[int]] = ContextVar("turns")  # that are left to the template that is rendered
+
+
+def _counted(values: Iterable[Any]) -> Iterator[Any]:
+    left = _turns.get()
+    for value in values:
+        left[0] -= 1
+        if left[0] < 0:
+            raise TemplateError(f"the chat template goes through its loops more than {MOST_TURNS} times")
+        yield value
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Every loop counts its turns."""
+
+    def _generate(self, source: jinja2.nodes.Template, *more: Any, **named: Any) -> str:
+        for loop in list(source.find_all(jinja2.nodes.For)):
+            loop.iter = jinja2.nodes.Filter(loop.iter, _COUNTED, [], [], None, None, lineno=loop.lineno)
+        return super()._generate(source, *more, **named)
 
 
 class _Generation(jinja2.ext.Extension):

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sapwood.cache import CacheGroup, Operation
+from sapwood.cache import CacheGroup, HybridPrefixCache, Operation
 from sapwood.scheduler import (
     BackupDone,
     Event,
@@ -176,56 +176,73 @@ class Replayed:
 
 
 class _Store:
-    """Pages by hash, the least recently used of which go when there are too many."""
+    """Pages by group and hash, the least recently used of which go when they are more than `room` bytes."""
 
-    def __init__(self, pages: int) -> None:
-        self.pages = pages
-        self.kept: OrderedDict[bytes, None] = OrderedDict()
+    def __init__(self, groups: Sequence[CacheGroup], room: int) -> None:
+        self.room = room
+        self.sizes = {group.name: group.page_bytes or 1 for group in groups}
+        self.kept: OrderedDict[tuple[str, bytes], None] = OrderedDict()
+        self.bytes = 0
 
-    def run(self, hashes: Sequence[bytes]) -> int:
-        """How many of these, from the first on, are there."""
+    def has(self, name: str, one: bytes) -> bool:
+        found = (name, one) in self.kept
+        if found:
+            self.kept.move_to_end((name, one))
+        return found
+
+    def there(self, hashes: Sequence[bytes]) -> dict[str, npt.NDArray[np.bool_]]:
+        """By group: which of these pages it has."""
+        return {name: np.array([self.has(name, one) for one in hashes], np.bool_) for name in self.sizes}
+
+    def run(self, hashes: Sequence[bytes], pages: Mapping[str, npt.NDArray[Any]]) -> int:
+        """How many of these, from the first on, are there, in every group that wants them."""
         for at, one in enumerate(hashes):
-            if one not in self.kept:
+            if not all(self.has(name, one) for name, ids in pages.items() if ids[at]):
                 return at
-            self.kept.move_to_end(one)
         return len(hashes)
 
-    def put(self, hashes: Sequence[bytes]) -> None:
-        for one in hashes:
-            self.kept[one] = None
-            self.kept.move_to_end(one)
-        while len(self.kept) > self.pages:
-            self.kept.popitem(last=False)
+    def put(self, hashes: Sequence[bytes], pages: Mapping[str, npt.NDArray[Any]]) -> None:
+        for name, ids in pages.items():
+            for at in ids.nonzero()[0].tolist():
+                if not self.has(name, hashes[at]):
+                    self.kept[name, hashes[at]] = None
+                    self.bytes += self.sizes[name]
+        while self.bytes > self.room:
+            (name, _), _ = self.kept.popitem(last=False)
+            self.bytes -= self.sizes[name]
 
 
 class _Link:
     """Transfers between device, host and store: one after the other in each direction."""
 
-    def __init__(self, page_bytes: float, store_pages: int) -> None:
-        self.page_bytes = page_bytes
-        self.store = _Store(store_pages)
+    def __init__(self, cache: HybridPrefixCache, page_bytes: float, store: int) -> None:
+        self.cache = cache
+        self.page_bytes = {group.name: group.page_bytes or page_bytes for group in cache.groups}
+        self.store = _Store(cache.groups, store)
         self.free = {"load": 0.0, "save": 0.0, "fetch": 0.0, "backup": 0.0}
         self.coming: list[tuple[float, int, Event]] = []
 
     def start(self, kind: str, operations: Sequence[Operation], now: float) -> None:
         for operation in operations:
-            pages = sum(int(np.count_nonzero(sources)) for sources, _ in operation.pages.values())
+            moved = self._bytes({name: sources for name, (sources, _) in operation.pages.items()})
             done = LoadDone(operation.op, True) if kind == "load" else SaveDone(operation.op, True)
-            self._takes(kind, now, _START + pages * self.page_bytes / _LINK, done)
+            self._takes(kind, now, _START + moved / _LINK, done)
 
     def ask_store(self, plan: Any, now: float) -> None:
         """What is there is decided by what a fetch finds, not by what a lookup was told."""
         for asked in plan.lookups:
-            answer = LookupDone(asked.op, self.store.run(asked.hashes))
-            heapq.heappush(self.coming, (now + _ANSWER, asked.op, answer))
+            pages = self.cache.servable_run(asked.start_page, self.store.there(asked.hashes))
+            heapq.heappush(self.coming, (now + _ANSWER, asked.op, LookupDone(asked.op, pages)))
         for fetch in plan.fetches:
-            pages = self.store.run(fetch.hashes)
-            took = _ANSWER + pages * self.page_bytes / _STORE
-            self._takes("fetch", now, took, FetchDone(fetch.op, pages > 0, pages))
+            pages = self.store.run(fetch.hashes, fetch.pages)
+            moved = self._bytes({name: ids[:pages] for name, ids in fetch.pages.items()})
+            self._takes("fetch", now, _ANSWER + moved / _STORE, FetchDone(fetch.op, pages > 0, pages))
         for backup in plan.backups:
-            self.store.put(backup.hashes)
-            took = _ANSWER + len(backup.hashes) * self.page_bytes / _STORE
-            self._takes("backup", now, took, BackupDone(backup.op, True))
+            self.store.put(backup.hashes, backup.pages)
+            self._takes("backup", now, _ANSWER + self._bytes(backup.pages) / _STORE, BackupDone(backup.op, True))
+
+    def _bytes(self, pages: Mapping[str, npt.NDArray[Any]]) -> float:
+        return sum(int(np.count_nonzero(ids)) * self.page_bytes[name] for name, ids in pages.items())
 
     def _takes(self, kind: str, now: float, seconds: float, event: Any) -> None:
         self.free[kind] = max(now, self.free[kind]) + seconds
@@ -245,14 +262,14 @@ class TraceReplay:
         config: SchedulerConfig,
         model: Cost,
         watch: Callable[[int, float], None],
-        store_pages: int = 0,
+        store: int = 0,
     ) -> None:
         self.asked = asked
         self.config = config
         self.scheduler = Scheduler(config)
         shares = getattr(model, "again", None) is not None
         self.executor = SimulatedExecutor(model, page_size=config.page_size if shares else None)
-        self.link = _Link(model.kv_bytes * config.page_size, store_pages)
+        self.link = _Link(self.scheduler.cache, model.kv_bytes * config.page_size, store)
         self.watch = watch
         self.next = 0  # of the requests that have not arrived
         self.refused = 0
@@ -349,7 +366,7 @@ class TraceReplay:
         return Replayed(
             group.device_pages,
             group.host_pages,
-            self.link.store.pages,
+            self.link.store.room // (group.page_bytes or 1),
             sums["ended"],
             self.refused,
             sums["prompt"],

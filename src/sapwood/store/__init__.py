@@ -6,7 +6,7 @@ from .breaker import Breaker, Missing
 from .faulty import Faults, FaultyBackend
 from .gate import Gate
 from .keys import Fingerprint, GroupLayout
-from .opening import open_store
+from .opening import check_uri, open_store, store_folder
 from .protocol import Backend, JobDone, Released, StoreError, timeout_for, unbroken_run
 from .shared import shared
 from .store import Store
@@ -24,8 +24,10 @@ __all__ = [
     "Released",
     "Store",
     "StoreError",
+    "check_uri",
     "open_store",
     "shared",
+    "store_folder",
     "timeout_for",
     "unbroken_run",
 ]

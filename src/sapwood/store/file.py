@@ -14,6 +14,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import logging
 import mmap
 import os
 import stat
@@ -30,6 +31,8 @@ from numpy.typing import NDArray
 from .ledger import UNCOUNTED, Ledger, charge
 from .protocol import FAILED, MISSING, Backend, Got, Kept, StoreError
 from .values import HEAD_BYTES, Item
+
+log = logging.getLogger("sapwood.store")
 
 VERSION = 1
 _MARK = "sapwood-store"
@@ -54,11 +57,13 @@ class FileBackend(Backend):
     part_pages = 128
     small_bytes = 128 << 10  # two threads at once take twice as long as in turn, and keep others from the interpreter
 
-    def __init__(self, root: str, limit: int) -> None:
+    def __init__(self, root: str, limit: int, trusted: bool = False) -> None:
         self.root = root
         self.limit = limit
         try:
             os.makedirs(root, mode=0o700, exist_ok=True)
+            if not trusted:
+                check_folder(root)
             _claim(root)
             self._ledger = Ledger(root, limit)
         except TimeoutError as error:
@@ -454,6 +459,29 @@ def _is_file(path: str) -> bool:
         return stat.S_ISREG(os.lstat(path).st_mode)
     except OSError:
         return False
+
+
+def check_folder(root: str) -> None:
+    """Whoever can write there decides what a model is told that it has read: a page has a checksum, and no signature.
+    StoreError where that is somebody else; a group is only warned of, since many folders belong to a group of one."""
+    try:
+        found = os.stat(root)
+    except FileNotFoundError:
+        return
+    if found.st_uid not in (0, os.geteuid()):
+        problem = f"it belongs to user {found.st_uid}, and this is user {os.geteuid()}"
+    elif found.st_mode & stat.S_IWOTH:
+        problem = f"everybody may write to it (mode {stat.S_IMODE(found.st_mode):o})"
+    else:
+        if found.st_mode & stat.S_IWGRP:
+            log.warning(
+                "file store %s: its group may write to it, and so change what is read from the cache (chmod g-w)", root
+            )
+        return
+    raise StoreError(
+        f"file store {root}: {problem}, who could change what is read from the cache; give it a folder of its own, "
+        "such as a new one below this, or add trusted=1 to its URI if all who may write there are"
+    )
 
 
 def _said(error: OSError) -> str:

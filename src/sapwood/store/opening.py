@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from . import uri as uris
 from .breaker import Breaker, Missing
 from .faulty import Faults, FaultyBackend
-from .file import FileBackend
+from .file import FileBackend, check_folder
 from .jobs import ThreadStore
 from .keys import Fingerprint
 from .memory import MemoryBackend
@@ -62,8 +63,22 @@ def open_store(
     return ThreadStore(backend, fingerprint, shown=shown, **options)
 
 
+def check_uri(uri: str) -> None:
+    """ValueError if a URI is wrong; StoreError for a folder that somebody else may write to. Nothing is opened or made,
+    and no package of a backend is needed."""
+    _opener(uri)
+    folder = store_folder(uri)
+    if folder is not None and uris.parse(uri).options.get("trusted") != "1":
+        check_folder(folder)
+
+
 def open_backend(uri: str) -> tuple[Backend, str]:
     """The backend that a URI names, and the URI as it may be shown."""
+    opens, shown = _opener(uri)
+    return opens(), shown
+
+
+def _opener(uri: str) -> tuple[Callable[[], Backend], str]:
     where = uris.parse(uri)
     faults: dict[str, float] = {}
     seed = 0
@@ -76,25 +91,33 @@ def open_backend(uri: str) -> tuple[Backend, str]:
     if scheme not in _SCHEMES:
         known = ", ".join(f"{name}://" for name in _SCHEMES)
         raise ValueError(f"the scheme of a store's URI must be one of {known}; got {scheme!r:.60}")
-    backend = _SCHEMES[scheme](where)
-    if scheme != where.scheme:
-        backend = FaultyBackend(backend, seed, Faults(**faults))
-    return backend, where.shown
+    opens = _SCHEMES[scheme](where)
+    if scheme == where.scheme:
+        return opens, where.shown
+    asked = Faults(**faults)
+    return lambda: FaultyBackend(opens(), seed, asked), where.shown
 
 
-def _file(where: Where) -> Backend:
+def store_folder(uri: str) -> str | None:
+    """The folder of a store of files."""
+    where = uris.parse(uri)
+    return os.path.normpath(where.path) if where.scheme.removeprefix("faulty+") == "file" else None
+
+
+def _file(where: Where) -> Callable[[], Backend]:
     if where.host not in ("", "localhost") or where.port is not None or where.user is not None:
         raise ValueError("path of file:// must be absolute and on this machine: file:///path?size=20GiB")
     if not os.path.isabs(where.path) or where.path == "/" or "\0" in where.path:
         raise ValueError("path of file:// must name a folder: file:///path?size=20GiB")
     size = where.take("size", uris.nbytes, 0)
-    where.no_more("size")
+    trusted = where.take("trusted", uris.yes, False)
+    where.no_more("size, trusted")
     if size <= 0:
         raise ValueError("size of file:// must be given, in bytes with a unit: file:///path?size=20GiB")
-    return FileBackend(os.path.normpath(where.path), size)
+    return partial(FileBackend, os.path.normpath(where.path), size, trusted)
 
 
-def _redis(where: Where) -> Backend:
+def _redis(where: Where) -> Callable[[], Backend]:
     scheme = where.scheme.removeprefix("faulty+")
     cluster = where.take("cluster", uris.yes, False) or scheme.endswith("+cluster")
     ttl = where.take("ttl", uris.whole, 0)
@@ -122,10 +145,10 @@ def _redis(where: Where) -> Backend:
         raise ValueError(f"database of {where.scheme}:// must be a number: {where.scheme}://host:6379/0")
     if cluster and database not in ("", "0"):
         raise ValueError("database of a Redis cluster must be 0 or left out")
-    return RedisBackend(where, ttl or None, timeout, cluster, tls)
+    return partial(RedisBackend, where, ttl or None, timeout, cluster, tls)
 
 
-def _mooncake(where: Where) -> Backend:
+def _mooncake(where: Where) -> Callable[[], Backend]:
     if not where.host or where.port is None:
         raise ValueError("master of mooncake:// must be given with its port: mooncake://host:50051")
     if where.path.strip("/") or where.user is not None:
@@ -139,16 +162,16 @@ def _mooncake(where: Where) -> Backend:
         "metadata": where.take("metadata", uris.word, "P2PHANDSHAKE"),
     }
     where.no_more("segment, buffer, host, protocol, device, metadata")
-    return MooncakeBackend(where.host, where.port, **options)
+    return partial(MooncakeBackend, where.host, where.port, **options)
 
 
-def _memory(where: Where) -> Backend:
+def _memory(where: Where) -> Callable[[], Backend]:
     size = where.take("size", uris.nbytes, 1 << 30)
     where.no_more("size")
-    return MemoryBackend(where.host + where.path, size)
+    return partial(MemoryBackend, where.host + where.path, size)
 
 
-_SCHEMES: dict[str, Callable[[Where], Backend]] = {
+_SCHEMES: dict[str, Callable[[Where], Callable[[], Backend]]] = {
     "file": _file,
     "redis": _redis,
     "rediss": _redis,

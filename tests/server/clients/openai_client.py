@@ -11,8 +11,8 @@ from typing import Literal
 import openai
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai.types.responses import Response
-from pydantic import BaseModel, ConfigDict, Field
+from openai.types.responses import Response, ResponseItem
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 URL, KEYED_URL = sys.argv[1:]
 CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
@@ -52,7 +52,8 @@ class Tree(BaseModel):
 
 def valid(answer, kind):
     """Checked as the types say, which the client itself does not do."""
-    kind.model_validate(answer.model_dump(by_alias=True))
+    dumped = answer.model_dump(by_alias=True)
+    kind.validate_python(dumped) if isinstance(kind, TypeAdapter) else kind.model_validate(dumped)
     return answer
 
 
@@ -207,6 +208,14 @@ def responses():
     assert second.previous_response_id == first.id and second.usage.input_tokens > first.usage.input_tokens
     assert client.responses.retrieve(second.id).output_text == second.output_text
     refused(openai.NotFoundError, lambda: client.responses.create(**asked, previous_response_id="resp_none"))
+    items = [valid(item, TypeAdapter(ResponseItem)) for item in client.responses.input_items.list(second.id, limit=1)]
+    assert [item.content[0].text for item in items] == ["And of Italy?", first.output_text, asked["input"]]
+    counted = client.responses.input_tokens.count(model=NAME, input="And of Italy?", previous_response_id=first.id)
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", second.usage.input_tokens)
+    assert refused(openai.BadRequestError, lambda: client.responses.cancel(second.id)).param == "background"
+    turns = [{"role": "user", "content": "word " * 400}, {"role": "assistant", "content": "yes"}] * 60
+    cut = quick.responses.create(model=ANY, input=[*turns, *CAPITAL], truncation="auto", max_output_tokens=4)
+    assert 15_000 < valid(cut, Response).usage.input_tokens <= 19_996 and cut.truncation == "auto"
     flat = {"type": "function", **PLANT["function"], "strict": True}
     named = {"type": "function", "name": "plant"}
     called = valid(

@@ -1,9 +1,10 @@
 """Tool calls: what a request says of them, and what a model writes.
 
 - `check_tools`: the request's `tools` and `tool_choice`, checked -> `ToolChoice`.
-- `parser_for`, `guess_parser`: the parser of a format ("hermes", "qwen", "llama3_json", "mistral"), by name and by the
-  model's chat template.
-- `forced_schema`, `ForcedParser`: for calls that the request demands.
+- `parser_for`, `guess_parser`: the parser of a format (one of `PARSERS`), by name and by the model's chat template;
+  `parser_of`: the same for the tools of a request, whose schemas say what arguments are that come as plain text.
+- `forced_calls`: for calls that the request demands, a grammar and a parser: in the form that the model writes
+  (`written_grammar`), or else as JSON (`forced_schema`, `ForcedParser`).
 - `ToolParser`: what all parsers do: text in, `Delta`s out (`Content`, `CallBegins`, `CallArguments`). `gather` makes
   content and `Call`s of them.
 - `call_id`: a fresh id for a call.
@@ -18,12 +19,18 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
 
 from .deltas import MOST_CALLS, Call, CallArguments, CallBegins, Content, Delta, ToolParser, gather
-from .forced import ForcedParser, forced_schema
+from .forced import ForcedParser, forced_schema, functions_of
 from .formats import HermesParser, Llama3JsonParser, MistralParser
 from .request import MOST_TOOLS, ToolChoice, check_tools
+from .tagged import Glm45Parser, Qwen3CoderParser, TaggedParser
+from .written import written_grammar
 
 __all__ = [
     "MOST_CALLS",
@@ -34,34 +41,51 @@ __all__ = [
     "CallBegins",
     "Content",
     "Delta",
+    "Forced",
     "ForcedParser",
+    "Glm45Parser",
     "HermesParser",
     "Llama3JsonParser",
     "MistralParser",
+    "Qwen3CoderParser",
     "ToolChoice",
     "ToolParser",
     "call_id",
     "check_tools",
+    "forced_calls",
     "forced_schema",
     "gather",
     "guess_parser",
     "parser_for",
+    "parser_of",
+    "written_grammar",
 ]
 
 PARSERS: dict[str, Callable[..., ToolParser]] = {
     "hermes": HermesParser,
     "qwen": HermesParser,
+    "granite4": HermesParser,
     "llama3_json": Llama3JsonParser,
+    "llama4_json": Llama3JsonParser,
     "mistral": MistralParser,
+    "qwen3_coder": Qwen3CoderParser,
+    "qwen3_xml": Qwen3CoderParser,
+    "mimo": Qwen3CoderParser,
+    "glm45": Glm45Parser,
+    "glm47": Glm45Parser,
 }
-# Marks of a chat template -> the format it teaches; the first that is there decides. None: one that is not read here.
-_MARKS = (
-    ("<function=", None),  # Qwen3-Coder
-    ("<arg_key>", None),  # GLM 4.5
-    ("<tool_call>", "hermes"),
-    ("[TOOL_CALLS]", "mistral"),
-    ("<|python_tag|>", "llama3_json"),
-    ('"parameters": dictionary of argument name', "llama3_json"),  # Llama 3.2
+_FORMS = {"qwen3_xml": "qwen3_coder", "mimo": "qwen3_coder", "glm47": "glm45"}  # other names of what `written` knows
+# Marks of a chat template -> the format it teaches; the first whose marks are all there decides.
+_MARKS: tuple[tuple[tuple[str, ...], str | None], ...] = (
+    (("<tool_call>", "<function="), "qwen3_coder"),
+    (("<function=",), None),  # with other tags around it
+    (("<tool_call>", "<arg_key>"), "glm45"),
+    (("<arg_key>",), None),
+    (("<tool_call>", "<|start_of_role|>"), "granite4"),
+    (("<tool_call>",), "hermes"),
+    (("[TOOL_CALLS]",), "mistral"),
+    (("<|python_tag|>",), "llama3_json"),
+    (('"parameters": dictionary of argument name',), "llama3_json"),  # Llama 3.2
 )
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
@@ -76,7 +100,40 @@ def parser_for(name: str) -> Callable[..., ToolParser]:
 
 def guess_parser(chat_template: str | None) -> str | None:
     """The name of the parser for models with this chat template; None if it teaches no format known here."""
-    return next((name for mark, name in _MARKS if mark in (chat_template or "")), None)
+    text = chat_template or ""
+    return next((name for marks, name in _MARKS if all(mark in text for mark in marks)), None)
+
+
+def parser_of(
+    name: str, tools: Sequence[Mapping[str, Any]], names: frozenset[str] | None = None
+) -> Callable[[], ToolParser]:
+    """What makes the parser of one text, for tools that `check_tools` has seen."""
+    made = parser_for(name)
+    tagged = isinstance(made, type) and issubclass(made, TaggedParser)
+    return partial(made, names, functions_of(tools)) if tagged else partial(made, names)
+
+
+class Forced(NamedTuple):
+    """`kind`, `text`: a `GrammarSpec` that holds a text to the calls which were demanded."""
+
+    kind: str
+    text: str
+    parser: Callable[[], ToolParser]
+
+
+def forced_calls(
+    tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any], form: str | None, most: int = MOST_CALLS
+) -> Forced:
+    """For tools and a choice, "required" or a function, that `check_tools` has seen. `form`: how the model writes."""
+    name = None if isinstance(choice, str) else choice["function"]["name"]
+    functions = {each: given for each, given in functions_of(tools).items() if name in (None, each)}
+    written = None
+    if form is not None:
+        written = written_grammar(_FORMS.get(form, form), functions, most if name is None else 1)
+    if form is None or written is None:
+        schema = forced_schema(tools, choice, most)
+        return Forced("json_schema", msgspec.json.encode(schema).decode(), partial(ForcedParser, name))
+    return Forced("tool_calls", written, parser_of(form, tools))
 
 
 def call_id(parser: str | None = None) -> str:

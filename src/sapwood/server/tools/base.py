@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from functools import cache
 from typing import ClassVar
 
 from ..marks import half_mark
-from .call_object import CallObject
+from .call_object import MOST_NAME, CallObject
 from .deltas import MOST_CALLS, CallArguments, CallBegins, Content, Delta
 from .json_text import SPACES, JsonText
+
+NAME = re.compile(r"[\w.-]+", re.ASCII)  # of a function
+
+
+@cache
+def _any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
+    """The first of them, in one walk through a text."""
+    return re.compile("|".join(re.escape(mark) for mark in marks if mark))
 
 
 class BaseParser:
@@ -21,6 +31,7 @@ class BaseParser:
     """
 
     opening: ClassVar[str] = ""
+    bare: ClassVar[str] = ""  # what begins a call too, where the model has left the opening mark out
     closing: ClassVar[str] = ""  # dropped once after a call; its first character is that of `opening`
     needs_arguments: ClassVar[bool] = False
 
@@ -35,6 +46,7 @@ class BaseParser:
         self._after_call = False  # whitespace is dropped
         self._array = False  # the call is in one
         self._item_next = True  # in it, rather than a comma or its end
+        self._function = ""  # of the call, where it stands outside of JSON
         self._call: CallObject | None = None
         self._json = JsonText()
         self._state: Callable[[str, int], int] = self._outside
@@ -72,14 +84,14 @@ class BaseParser:
         if text.find(self.opening[0], at) < 0:  # most text has nothing like a mark
             self._say(text[at:])
             return len(text)
-        marks = (self.opening, self.closing) if self._unclosed and self.closing else (self.opening,)
-        found = [(place, mark) for mark in marks if (place := text.find(mark, at)) >= 0]
-        if not found:
-            cut = min(half_mark(text, mark, at) for mark in marks)
+        marks = (self.opening, self.bare, self.closing if self._unclosed else "")
+        found = _any_of(marks).search(text, at)
+        if found is None:
+            cut = min(half_mark(text, mark, at) for mark in marks if mark)
             self._say(text[at:cut])
             self._half = text[cut:]
             return len(text)
-        place, mark = min(found)
+        place, mark = found.start(), found[0]
         self._say(text[at:place])
         self._unclosed = False
         if mark == self.closing:
@@ -87,6 +99,9 @@ class BaseParser:
             self._after_call = True
         elif self._calls >= MOST_CALLS:
             self._state = self._plain
+            return place
+        elif mark == self.bare:
+            self._state = self._opened
             return place
         else:
             self._held.append(mark)
@@ -148,6 +163,24 @@ class BaseParser:
             self._fail()
             return at
         return at + 1
+
+    def _naming(self, text: str, at: int) -> int:
+        """A name that stands outside of JSON; `_named` takes what is behind it."""
+        found = NAME.match(text, at)
+        if found is None:
+            known = self._function and (self._names is None or self._function in self._names)
+            self._state = self._named
+            if not known:
+                self._fail()
+            return at
+        self._held.append(found[0])
+        self._function += found[0]
+        if len(self._function) > MOST_NAME:
+            self._fail()
+        return found.end()
+
+    def _named(self, text: str, at: int) -> int:
+        raise NotImplementedError
 
     def _begin_object(self) -> None:
         self._call = CallObject(self._names, needs_arguments=self.needs_arguments)

@@ -15,14 +15,16 @@ _BY_NAME = {"properties", "patternProperties", "dependentSchemas", "$defs", "def
 _DATA = {"const", "enum", "default", "examples"}
 
 
-def forced_schema(tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any]) -> dict[str, Any]:
+def forced_schema(
+    tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any], most: int = MOST_CALLS
+) -> dict[str, Any]:
     """The JSON schema of the whole text, for tools and a choice that `check_tools` has seen.
 
-    One function is named: its parameters. "required": an array of at least one `{"name": ..., "parameters": {...}}`.
-    There the schema of each tool lies under `$defs`, and its references into itself point there: definitions of the
-    same name in two tools stay apart.
+    One function is named: its parameters. "required": an array of at least one `{"name": ..., "parameters": {...}}`,
+    and of `most` of them. There the schema of each tool lies under `$defs`, and its references into itself point there:
+    definitions of the same name in two tools stay apart.
     """
-    functions = {tool["function"]["name"]: _parameters(tool["function"]) for tool in tools}
+    functions = functions_of(tools)
     if isinstance(choice, Mapping):
         return functions[choice["function"]["name"]]
     places = {name: f"tool{i}" for i, name in enumerate(functions)}
@@ -38,36 +40,41 @@ def forced_schema(tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str,
     return {
         "type": "array",
         "minItems": 1,
-        "maxItems": MOST_CALLS,
+        "maxItems": most,
         "items": {"anyOf": calls},
-        "$defs": {place: _moved(functions[name], f"#/$defs/{place}") for name, place in places.items()},
+        "$defs": {place: moved(functions[name], f"#/$defs/{place}") for name, place in places.items()},
     }
 
 
+def functions_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By its name, the schema of each function's arguments."""
+    return {tool["function"]["name"]: _parameters(tool["function"]) for tool in tools}
+
+
 def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of its arguments: of an object, whatever else it says."""
+    """The schema of a function's arguments: of an object, whatever else it says."""
     given = function.get("parameters")
     if given is None:
         return dict(_NO_PARAMETERS)
     return {"type": "object", **{key: value for key, value in given.items() if key not in ("$schema", "$id")}}
 
 
-def _moved(schema: Any, root: str) -> Any:
+def moved(schema: Any, root: str) -> Any:
     """A schema, with references to its own root pointing to where the root is now."""
     if isinstance(schema, list):
-        return [_moved(item, root) for item in schema]
+        return [moved(item, root) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {}
+    made = {}
     for key, value in schema.items():
         if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
             value = root + value[1:]
         elif key in _BY_NAME and isinstance(value, dict):
-            value = {name: _moved(below, root) for name, below in value.items()}
+            value = {name: moved(below, root) for name, below in value.items()}
         elif key not in _DATA:
-            value = _moved(value, root)
-        moved[key] = value
-    return moved
+            value = moved(value, root)
+        made[key] = value
+    return made
 
 
 class ForcedParser(BaseParser):

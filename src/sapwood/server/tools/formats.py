@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 
-from .base import BaseParser
-from .call_object import MOST_NAME
+from .base import NAME, BaseParser
 from .deltas import MOST_CALLS
 from .json_text import SPACES, JsonText
 
-_NAME = re.compile(r"[\w.-]+", re.ASCII)
 _CALL_ID = re.compile(r"[a-zA-Z0-9]+")
 
 
@@ -72,10 +70,6 @@ class MistralParser(BaseParser):
 
     opening = "[TOOL_CALLS]"
 
-    def __init__(self, names: frozenset[str] | None = None) -> None:
-        super().__init__(names)
-        self._name = ""
-
     def _opened(self, text: str, at: int) -> int:
         if text[at] == "[" and self.opening.startswith(text[at : at + len(self.opening)]):
             if text.startswith(self.opening, at):
@@ -83,31 +77,17 @@ class MistralParser(BaseParser):
                 return at
             self._half = text[at:]
             return len(text)
-        if not _NAME.match(text, at):
+        if not NAME.match(text, at):
             return super()._opened(text, at)
-        self._name = ""
+        self._function = ""
         self._array = False
         self._state = self._naming
         return at
 
-    def _naming(self, text: str, at: int) -> int:
-        found = _NAME.match(text, at)
-        if found is None:
-            known = self._names is None or self._name in self._names
-            self._state = self._named
-            if not known:
-                self._fail()
-            return at
-        self._held.append(found[0])
-        self._name += found[0]
-        if len(self._name) > MOST_NAME:
-            self._fail()
-        return found.end()
-
     def _named(self, text: str, at: int) -> int:
         char = text[at]
         if char == "{":
-            self._begin(self._name)
+            self._begin(self._function)
             self._json = JsonText()
             self._state = self._in_arguments
             return at

@@ -17,7 +17,7 @@ class ToolChoice(NamedTuple):
 
     mode: Literal["none", "auto", "required", "named"]
     name: str | None
-    names: frozenset[str]  # of all tools
+    names: frozenset[str]  # of the tools that it may call
 
 
 def check_tools(tools: object, tool_choice: object) -> ToolChoice:
@@ -88,18 +88,46 @@ def _choice(choice: object, names: frozenset[str]) -> ToolChoice:
         if not names:
             raise ValueError('tool_choice "required" needs tools, got none')
         return ToolChoice("required", None, names)
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        return _allowed(choice, names)
     if not isinstance(choice, dict) or choice.get("type") != "function":
         raise ValueError(
-            'tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}, '
-            f"got {choice!r:.60}"
+            'tool_choice must be "none", "auto", "required", {"type": "function", "function": {"name": ...}} or '
+            f'{{"type": "allowed_tools", "allowed_tools": {{"mode": ..., "tools": [...]}}}}, got {choice!r:.60}'
         )
+    return ToolChoice("named", _named("tool_choice", choice, names), names)
+
+
+def _allowed(choice: dict[str, Any], names: frozenset[str]) -> ToolChoice:
+    """Some of the tools: as chat completions say it, or flat, as the Responses API does."""
+    path = "tool_choice"
+    if "allowed_tools" in choice:
+        path, choice = f"{path}.allowed_tools", choice["allowed_tools"]
+        if not isinstance(choice, dict):
+            raise ValueError(f"{path} must be an object, got {choice!r:.60}")
+    mode, tools = choice.get("mode"), choice.get("tools")
+    if mode not in ("auto", "required"):
+        raise ValueError(f'{path}.mode must be "auto" or "required", got {mode!r:.60}')
+    if not isinstance(tools, list) or not 0 < len(tools) <= MOST_TOOLS:
+        raise ValueError(f"{path}.tools must be a list of 1 to {MOST_TOOLS} tools, got {_said(tools)}")
+    some = set()
+    for i, tool in enumerate(tools):
+        if not isinstance(tool, dict) or tool.get("type") != "function":
+            raise ValueError(f'{path}.tools[{i}] must be a tool of the type "function", got {tool!r:.60}')
+        flat = "function" not in tool and "name" in tool
+        some.add(_named(f"{path}.tools[{i}]", {"function": tool} if flat else tool, names))
+    return ToolChoice(mode, None, frozenset(some))
+
+
+def _named(path: str, choice: dict[str, Any], names: frozenset[str]) -> str:
+    """The name of a function, one of these."""
     function = choice.get("function")
     if not isinstance(function, dict):
-        raise ValueError(f"tool_choice.function must be an object, got {function!r:.60}")
+        raise ValueError(f"{path}.function must be an object, got {function!r:.60}")
     name = function.get("name")
     if not isinstance(name, str) or name not in names:
-        raise ValueError(f"tool_choice.function.name must be that of one of the tools, got {name!r:.60}")
-    return ToolChoice("named", name, names)
+        raise ValueError(f"{path}.function.name must be that of one of the tools, got {name!r:.60}")
+    return name
 
 
 def _said(value: object) -> str:
