@@ -10,7 +10,10 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import settings
 
-from . import surroundings  # noqa: F401  (first)
+from . import (
+    leftovers,
+    surroundings,  # noqa: F401  (first)
+)
 from .store import kit
 
 PLACES = ("file", "file process", "memory", "faulty", "redis", "cluster", "mooncake", "mooncake process")
@@ -44,6 +47,15 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     report = yield
     report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
     return report
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """A test that changes what later tests of its process see is told so itself, whatever comes after it here."""
+    before = leftovers.now()
+    yield
+    left = leftovers.since(before)
+    assert not left, "the test leaves this behind: " + "; ".join(left)
 
 
 @pytest.fixture(scope="session")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 
 from sapwood.scheduler import Abort, RequestSpec, register_policy
+from sapwood.scheduler.policy import POLICIES
 
 from .driver import Run, each_layout, each_page, full, groups_of, has_state, toks, wide
 
@@ -419,6 +421,16 @@ def test_policy_prefix_keeps_priorities():
     assert run.first_rows() == ["first", "urgent", "cached"]
 
 
+@pytest.fixture
+def policies() -> Iterator[None]:
+    """What a test registers is known to that test alone."""
+    before = dict(POLICIES)
+    yield
+    POLICIES.clear()
+    POLICIES.update(before)
+
+
+@pytest.mark.usefixtures("policies")
 def test_a_policy_of_ones_own():
     """A policy is a class with `order`, known by a name.
 

@@ -1,0 +1,58 @@
+"""What a test may not leave behind, because another test of the same process would see it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+_LOGGERS = ("", "sapwood", "uvicorn", "uvicorn.access", "uvicorn.error", "asyncio", "transformers")
+_REGISTRIES = (  # module, attribute: where a name given by a test would stay
+    ("sapwood.scheduler.policy", "POLICIES"),
+    ("sapwood.cache.families.base", "_FAMILIES"),
+    ("sapwood.engine.patches", "_FAMILIES"),
+)
+
+
+def _logging() -> Iterator[tuple[str, Any]]:
+    for name in _LOGGERS:
+        logger = logging.root.manager.loggerDict.get(name) if name else logging.root
+        if isinstance(logger, logging.Logger):
+            # Handlers of pytest itself, which come and go with each phase of a test, are not a test's.
+            handlers = [each for each in logger.handlers if not type(each).__module__.startswith("_pytest")]
+            yield f"logger {name or 'root'}", (handlers, logger.propagate, logger.disabled)
+    yield "logging.disable", logging.root.manager.disable
+
+
+def _everything() -> Iterator[tuple[str, Any]]:
+    for module, name in _REGISTRIES:
+        if module in sys.modules:
+            yield f"{module}.{name}", list(getattr(sys.modules[module], name))
+    yield from _logging()
+    yield "os.environ", {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    yield "working directory", os.getcwd()
+    yield "sys.path", list(sys.path)
+    yield "sys.excepthook", (sys.excepthook, threading.excepthook)
+    yield "switch interval", sys.getswitchinterval()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE):
+        yield f"handler of {number.name}", signal.getsignal(number)
+    if "torch" in sys.modules:
+        torch = sys.modules["torch"]
+        yield "torch", (torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled())
+
+
+def now() -> dict[str, Any]:
+    return dict(_everything())
+
+
+def since(before: dict[str, Any]) -> list[str]:
+    """One line for each thing that is other than it was; what was not there before is what an import brought."""
+    return [
+        f"{name}: {before[name]!r} before, {value!r} after"
+        for name, value in now().items()
+        if name in before and before[name] != value
+    ]
