@@ -102,6 +102,7 @@ def start() -> Iterator[Line]:
             yield Line(f"ready after imports and weights, {kind} caches", bar, found["ready"], "{:.1f} s", more=parts)
             graphs, more = found["graphs"], f"{found['kernels']:.1f} s to compile before"
             yield Line(f"all graphs captured, {kind} caches", 3, graphs, "{:.1f} s", more=more)
+            yield Line(f"self-check of a start, {kind} caches", 1, found["self-check"], "{:.2f} s")
     yield Line("memory of graphs", 500, found["MiB of graphs"] * 2**20 / 1e6, "{:.0f} MB")
 
 

@@ -6,7 +6,7 @@ ahead       one step ahead and step by step: the same tokens
 masked      grammars and allowed tokens are obeyed one step ahead, also where steps fail
 updated     other weights take effect under graphs that were captured before
 cached      an answer with its prompt in the cache: as far from the cold one as bf16 is from itself
-checked     the self-check of a start: no architecture is refused by chance, and what it costs
+checked     the self-check of a start: no architecture is refused by chance
 adapters    patched models and adapters, mixed and alone (tests/models/gpu_kernels.py)
 parity      logits of many architectures in bf16, against transformers' own in float32: no further off than
             transformers' own in bf16, and what is wrong on purpose is seen
