@@ -243,4 +243,5 @@ def _apart(theirs: Tensor, ours: Tensor) -> float:
 def _apart_at(theirs: Tensor, ours: Tensor, said: Tensor) -> Tensor:
     one, other = (each.to(ours.device)[said.to(ours.device)].double() for each in (theirs, ours))
     one, other = one - one.mean(), other - other.mean()
-    return (one - other).norm() / one.norm().clamp_min(1e-9)
+    apart: Tensor = (one - other).norm() / one.norm().clamp_min(1e-9)
+    return apart
