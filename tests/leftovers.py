@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
@@ -16,6 +17,12 @@ _REGISTRIES = (  # module, attribute: where a name given by a test would stay
     ("sapwood.cache.families.base", "_FAMILIES"),
     ("sapwood.engine.patches", "_FAMILIES"),
 )
+
+
+@functools.cache
+def _variables() -> frozenset[str]:
+    """Those of the first test: what a library adds when it is first used (Mooncake its log level) stays."""
+    return frozenset(os.environ) - {"PYTEST_CURRENT_TEST"}
 
 
 def _logging() -> Iterator[tuple[str, Any]]:
@@ -33,7 +40,8 @@ def _everything() -> Iterator[tuple[str, Any]]:
         if module in sys.modules:
             yield f"{module}.{name}", list(getattr(sys.modules[module], name))
     yield from _logging()
-    yield "os.environ", {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    for name in sorted(_variables() | {name for name in os.environ if name.startswith("SAPWOOD_")}):
+        yield f"environment variable {name}", os.environ.get(name)
     yield "working directory", os.getcwd()
     yield "sys.path", list(sys.path)
     yield "sys.excepthook", (sys.excepthook, threading.excepthook)
@@ -50,9 +58,12 @@ def now() -> dict[str, Any]:
 
 
 def since(before: dict[str, Any]) -> list[str]:
-    """One line for each thing that is other than it was; what was not there before is what an import brought."""
+    """One line for each thing that is other than it was. A registry or logger that was not there before is what an
+    import brought; a variable of ours that was not there before was left by the test."""
+    after = now()
+    ours = {name for name in after if name.startswith("environment variable ")}
     return [
-        f"{name}: {before[name]!r} before, {value!r} after"
-        for name, value in now().items()
-        if name in before and before[name] != value
+        f"{name}: {before.get(name)!r} before, {after.get(name)!r} after"
+        for name in sorted(before.keys() | ours)
+        if before.get(name) != after.get(name)
     ]
