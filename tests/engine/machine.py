@@ -36,6 +36,7 @@ LAYOUTS = ("full", "full+window", "full+state", "full+2windows+state")
 HYBRID = LAYOUTS[-1]
 EXTRA = {"full": 4096 - 8 * PAGE - 8, "wide": 293, "narrow": 0, "state": 77}  # bytes of a page beyond its digests
 WEIGHTS = b"weights of the machine".ljust(32, b".")
+OPEN: list[Machine] = []  # of this test: conftest.py closes those that it leaves open
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 each_hand = pytest.mark.parametrize("hands", ["numpy", "late", "torch"])
 
@@ -187,6 +188,7 @@ class Machine:
         self.tiers.ahead = self.scheduler.config.overlap > 0
         self.executor = (Piped if self.tiers.ahead else Failing)(self.witness)
         self.loop = EngineLoop(self.scheduler, self.executor, self.tiers)
+        OPEN.append(self)
         self.lives: dict[str, Life] = {}
         self.specs: dict[str, RequestSpec] = {}
         self.ended: dict[str, Ended] = {}
@@ -308,6 +310,7 @@ class Machine:
         self.settle()
         self.cache.check()
         self.all_free()
+        OPEN.remove(self)
         assert self.loop.close(PATIENCE) == []
         assert not self.tiers.busy
 

@@ -313,21 +313,13 @@ def test_s11_ticks_follow_the_clock(tmp_path):
     Mutation: `Tiers.poll` rounds every interval for itself.
     """
     now = [100.0]
-    machine = Machine("full", f"memory://{tmp_path}")
-    tiers = _with_clock(machine, lambda: now[0])
+    tiers = Machine("full", f"memory://{tmp_path}", clock=lambda: now[0]).tiers
     told = 0
     for step in (0.004, 0.004, 0.004, 0.1, 0.0, 0.009, 3.0):
         now[0] += step
         told += sum(event.n for event in tiers.poll() if isinstance(event, Tick))
     assert told == 312
     assert tiers.seconds_to(1) == pytest.approx(0.009)
-    machine.store.close()
-
-
-def _with_clock(machine: Machine, clock) -> Tiers:
-    machine.store.on_report = None
-    machine.store._arenas.clear()
-    return Tiers(machine.scheduler, machine.mover, machine.store, clock=clock)
 
 
 def test_without_a_store_nobody_counts_ticks():
@@ -672,8 +664,7 @@ def test_other_mistakes_are_said():
     with pytest.raises(ValueError, match="on_report of the store must be None"):
         Tiers(scheduler, mover, store)
     store.on_report = None
-    Tiers(scheduler, mover, store)
-    store.close()
+    assert Tiers(scheduler, mover, store).close()
 
 
 def test_a_step_goes_before_the_threads_of_the_store(tmp_path):
@@ -692,4 +683,21 @@ def test_a_step_goes_before_the_threads_of_the_store(tmp_path):
     assert first and not store.gate._shut
     assert sys.getswitchinterval() < min(first)
     machine.close()
+    assert sys.getswitchinterval() == pytest.approx(0.005)
+
+
+def test_engines_of_one_process_share_how_long_a_thread_keeps_the_interpreter(tmp_path):
+    """The first that opens shortens it, the last that closes gives it back, in whatever order they go.
+
+    Mutation: each gives back what it found: the second one the first one's.
+    """
+    sys.setswitchinterval(0.005)  # Python's own
+    first, second = (Machine("full", f"memory://{tmp_path}/{name}") for name in "ab")
+    short = sys.getswitchinterval()
+    assert short < 0.001
+    first.close()
+    assert sys.getswitchinterval() == short
+    first.tiers.close()  # once more changes nothing
+    assert sys.getswitchinterval() == short
+    second.close()
     assert sys.getswitchinterval() == pytest.approx(0.005)

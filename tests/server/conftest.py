@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -17,3 +18,14 @@ def server() -> Iterator[Running]:
         yield running.ready()
     finally:
         running.kill()
+
+
+@pytest.fixture
+def logging_kept() -> Iterator[None]:
+    """For a test that sets up logging, or calls a command that does: afterwards it is as it was."""
+    root, ours = logging.getLogger(), logging.getLogger("sapwood")
+    handlers, levels = list(root.handlers), (root.level, ours.level)
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(levels[0])
+    ours.setLevel(levels[1])

@@ -9,11 +9,14 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
-from .bad_requests import ALL, CHAT, COMPLETIONS, GOOD, ODD, Bad, Odd
+from sapwood.engine.lora_process import AT_ONCE
+
+from .bad_requests import ALL, CHAT, COMPLETIONS, GOOD, LOAD, ODD, Bad, Odd
 from .kit import Answer, Running, paced_flags, spent
 from .venvs import python_with, run
 
@@ -185,14 +188,20 @@ def test_all_of_them_at_once_beside_streams_that_are_not_disturbed(server: Runni
     """
     asked = [{"prompt": f"stream {i}", "max_tokens": 1500, "seed": i, "temperature": 0.5} for i in range(16)]
 
+    loads = threading.Semaphore(AT_ONCE)  # more of them at once are told to come again, and rightly
+
     def stream(body: dict[str, Any]) -> list[Any]:
         return list(server.stream(COMPLETIONS, body).events())
 
+    def attack(bad: Bad) -> tuple[Answer, float]:
+        with loads if bad.path == LOAD else nullcontext():
+            return sent(server, bad)
+
     with ThreadPoolExecutor(16) as streams, ThreadPoolExecutor(16) as attackers:
         said = [streams.submit(stream, body) for body in asked]
-        for bad, (answer, _) in zip(ALL, attackers.map(lambda bad: sent(server, bad), ALL), strict=True):
+        for bad, (answer, _) in zip(ALL, attackers.map(attack, ALL), strict=True):
             if answer.status == 408 != bad.status:  # this machine was too slow to send it: once more, alone
-                answer, _ = sent(server, bad)
+                answer, _ = attack(bad)
             assert answer.status == bad.status, (bad.name, answer.body[:300])
         events = [each.result() for each in said]
         alone = list(streams.map(lambda body: server.post(COMPLETIONS, body).json["choices"][0], asked))

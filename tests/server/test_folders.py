@@ -236,7 +236,7 @@ def test_a_salt_cannot_be_made_from_a_key_alone():
     assert one[0] == salt_of(b"1" * 32, "alpha") and not {*salts(None)} & {*salts(None)}
 
 
-def test_a_folder_that_cannot_be_trusted_is_said_before_anything_is_loaded(tmp_path, capsys):
+def test_a_folder_that_cannot_be_trusted_is_said_before_anything_is_loaded(tmp_path, capsys, logging_kept):
     """Status 2, and what to do: the store's folder, the secret's file.
 
     Mutation: `main` does not call `_secret`; `_secret` looks with `salt_by_key` only.

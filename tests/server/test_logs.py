@@ -21,20 +21,15 @@ UNSAFE = re.compile("[\0-\x1f\x7f-\x9f\u2028-\u202e\ud800-\udfff\ufeff]")
 
 
 @pytest.fixture
-def logged() -> Iterator[Callable[..., Callable[[], list[str]]]]:
+def logged(logging_kept: None) -> Callable[..., Callable[[], list[str]]]:
     """`logged(format, level)` sets the log up; what it returns tells the lines so far."""
-    root, ours = logging.getLogger(), logging.getLogger("sapwood")
-    before = (list(root.handlers), root.level, ours.level)
 
     def begin(format: str = "text", level: str = "info") -> Callable[[], list[str]]:
         stream = io.StringIO()
         set_up(format, level, stream)
         return lambda: stream.getvalue().removesuffix("\n").split("\n") if stream.getvalue() else []
 
-    yield begin
-    root.handlers[:] = before[0]
-    root.setLevel(before[1])
-    ours.setLevel(before[2])
+    return begin
 
 
 DONE = over(

@@ -16,6 +16,7 @@ import logging
 import math
 import select
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -84,6 +85,32 @@ class _First(contextlib.AbstractContextManager[None]):
         self._gate.__exit__()
 
 
+class _Switching:
+    """How long a thread may keep the interpreter while any engine of this process has threads of a store: the first one
+    that opens sets it, and after the last one it is what it was before."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._engines = 0
+        self._before = 0.0
+
+    def begin(self) -> None:
+        with self._lock:
+            if not self._engines:
+                self._before = sys.getswitchinterval()
+                sys.setswitchinterval(_SWITCH)
+            self._engines += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._engines -= 1
+            if not self._engines:
+                sys.setswitchinterval(self._before)
+
+
+_switching = _Switching()
+
+
 class Tiers:
     """The tiers of one scheduler, in the hands of a mover and a store. All but `wake` is called by one thread.
 
@@ -120,7 +147,6 @@ class Tiers:
         self._began = clock()
         self._ticks = 0  # that were told
         self._up = True  # the store, as was told
-        self._switch = 0.0  # how long threads could keep the interpreter before
         self._moves: dict[int, Kind] = {}
         self._jobs: dict[int, _Job] = {}
         self._held: dict[int, _Held] = {}  # by job: told when the backend has returned
@@ -147,8 +173,7 @@ class Tiers:
         else:
             store.on_report = self._bell.ring
         if store.gate is not None:
-            self._switch = sys.getswitchinterval()
-            sys.setswitchinterval(_SWITCH)
+            _switching.begin()
             self._first = _First(store.gate)
 
     # ---- from plan to events
@@ -246,9 +271,9 @@ class Tiers:
         if self._mover is not None:
             self._mover.close()
         returned = self._store is None or self._store.close(timeout)
-        if self._switch:
+        if isinstance(self._first, _First):
             self._first = contextlib.nullcontext()
-            sys.setswitchinterval(self._switch)
+            _switching.end()
         self._collect()
         return returned
 
