@@ -200,6 +200,17 @@ def test_f21_a_config_that_lacks_something_is_a_refusal(monkeypatch):
         ServedModel(model, 4)
 
 
+def test_f21_windows_by_place_in_the_batch_are_refused():
+    """GPT-Neo attends by itself and cuts its windows out of a buffer: by where keys stand, which here are those of all
+    rows. Its rows alone would be right, and rows together wrong, however short those of a self-check are.
+
+    Mutation: `_found` does not look at the buffers.
+    """
+    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]]}
+    with pytest.raises(Unsupported, match=r"gpt_neo cannot be served yet: transformer.h.0.attn.* is a mask of its own"):
+        ServedModel(small("gpt_neo", vocab_size=64, window_size=256, **sizes), 4)
+
+
 # ---- what is not too careful
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from sapwood.engine.arena import PageLayout, PagePart
 from sapwood.engine.remembers import Remembered
-from sapwood.engine.sizing import SLOTS, contexts, resident_pages, size, told
+from sapwood.engine.sizing import SLOTS, TooLittleHost, contexts, resident_pages, size, told
 
 from .zoo import torch
 
@@ -45,8 +45,8 @@ def test_all_memory_is_given_out_and_no_more(layout, mib):
     assert used <= mib * MIB
     assert used >= 0.97 * mib * MIB - sum(g.page_bytes for g in sized.groups)
     assert [g.name for g in sized.groups] == [g.name for g in remembered]
-    assert len(told(sized, PAGE)) == len(sized.groups) + 1 + len(sized.notes)
-    assert len(told(sized, PAGE, 1 << 40)) == len(sized.groups) + 2 + len(sized.notes)
+    assert len(told(sized, PAGE)) == len(sized.groups) + 1
+    assert len(told(sized, PAGE, 1 << 40)) == len(sized.groups) + 2
     assert contexts(sized.groups, "device", 1024, PAGE) > 0
 
 
@@ -60,7 +60,7 @@ def test_slots_of_a_hybrid():
     sized = size([FULL, STATE], nbytes, PAGE, 64, 32768)
     full, state = sized.groups
     each = 8192 // PAGE * FULL.layout.page_bytes + SLOTS * STATE.layout.page_bytes
-    assert state.device_pages == SLOTS * ((nbytes - 64 * 1024 - 8 * MIB) // each)
+    assert state.device_pages == SLOTS * (nbytes - 64 * 1024 - 8 * MIB) // each
     assert full.device_pages > 8192 // PAGE and sized.max_num_seqs == 64 and not sized.notes
     few = size([FULL, STATE], 1000 * MIB, PAGE, 50, 4096)
     assert few.groups[1].device_pages >= few.max_num_seqs + 2
@@ -121,7 +121,7 @@ def test_a_host_too_small_for_a_context_is_said():
     sized = size([FULL, WINDOW], 2000 * MIB, PAGE, 8, 32768, 3 * MIB)
     assert sized.groups[1].host_pages >= 512 // PAGE + 1
     assert "have no room for one context of 1,024 tokens" in sized.notes[-1]
-    with pytest.raises(ValueError, match="host memory for the cache are too little"):
+    with pytest.raises(TooLittleHost, match="host memory for the cache are too little"):
         size([FULL, STATE], 2000 * MIB, PAGE, 8, 32768, 8 * MIB)
 
 
@@ -132,3 +132,5 @@ def test_a_context_that_does_not_fit_is_lowered_and_too_little_is_refused():
     assert "max_model_len lowered from 32768" in sized.notes[0]
     with pytest.raises(ValueError, match="too little for this model"):
         size([FULL, STATE], 9 * MIB, PAGE, 4, 32768)
+    with pytest.raises(ValueError, match=r"group 'window512' would have \d+ pages; give it more \(device_cache"):
+        size([FULL, WINDOW], 1 * MIB, PAGE, 4, 32768)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from sapwood import LLM, SamplingParams
+from sapwood.engine import core
 
 from .zoo import build, prompt, torch, transformers
 
@@ -55,6 +56,54 @@ def test_text_from_a_model_that_takes_more(kind, tower, tmp_path):
         (output,) = llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
     assert output.outputs[0].token_ids == right[0, len(tokens) :].tolist()
     assert len(set(output.outputs[0].token_ids)) > 2
+
+
+def test_a_checkpoint_is_loaded_by_the_class_that_saved_it(tmp_path):
+    """Llama 3.2 Vision has a class of language models too, in which most of such a checkpoint has no place.
+
+    Mutation: `_loader_for` takes the first class that knows the config.
+    """
+    text = {**TEXT, "model_type": "mllama_text_model", "cross_attention_layers": [], "pad_token_id": 0}
+    text.pop("sliding_window")
+    tower = {**TOWER, "image_size": 28, "patch_size": 14, "num_global_layers": 1, "vision_output_dim": 32}
+    tower |= {"intermediate_layers_indices": [0], "max_num_tiles": 1, "supported_aspect_ratios": [[1, 1]]}
+    config = transformers.AutoConfig.for_model("mllama", text_config=text, vision_config=tower)
+    torch.manual_seed(1)
+    model = transformers.AutoModelForImageTextToText.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    tokens = [7, 3, 80, 41, 5, 66, 2, 19]
+    right = model.generate(torch.tensor([tokens]), max_new_tokens=4, do_sample=False, eos_token_id=None)
+    with LLM(str(tmp_path), **FLAGS) as llm:
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
+        (output,) = llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
+    assert output.outputs[0].token_ids == right[0, len(tokens) :].tolist()
+
+
+def test_an_encoder_alone_is_what_it_is(tmp_path):
+    """Images in, classes out: it does not generate text, which is said before anything about its layers.
+
+    Mutation: `_config` refuses by the layers first.
+    """
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "resnet", "layer_type": "bottleneck"}))
+    with pytest.raises(ValueError, match="no class for a resnet model that generates text from text"):
+        LLM(str(tmp_path), load_format="dummy", **FLAGS)
+
+
+def test_a_host_too_small_is_no_reason_not_to_start(tmp_path, caplog, monkeypatch):
+    """Host memory that nobody asked for: where there is too little, the model is served without, which is said. With a
+    store, or by a flag, it was asked for.
+
+    Mutation: `_size` refuses; or drops the store silently.
+    """
+    build("bamba").save_pretrained(tmp_path)
+    monkeypatch.setattr(core, "available_bytes", lambda: 30_000)
+    with caplog.at_level(logging.WARNING), LLM(str(tmp_path), host_cache="auto", **FLAGS) as llm:
+        assert "no host cache" in caplog.text and "host_cache" in caplog.text
+        assert all(not tiers["host"]["capacity"] for tiers in llm.stats()["cache"]["pages"].values())
+    store = {"store": f"file://{tmp_path}/store?size=64MiB", "host_cache": "auto"}
+    for asked in (store, {"host_cache": "1KiB"}):
+        with pytest.raises(ValueError, match="of host memory for the cache are too little"):
+            LLM(str(tmp_path), **FLAGS, **asked)
 
 
 def test_a_context_that_would_change_its_company_is_lowered(tmp_path, caplog):

@@ -59,16 +59,20 @@ def test_it_says_so_until_it_is_ready(start, tmp_path):
     assert server.post(CHAT, endless(max_tokens=2)).status == 200
 
 
-def test_a_clean_stop(start):
-    """After SIGTERM nobody new comes in, who runs ends as it would have, and the exit status is 0.
+@pytest.mark.parametrize("everybody", [False, True])
+def test_a_clean_stop(start, everybody):
+    """After SIGTERM nobody new comes in, who runs ends as it would have, and the exit status is 0; also where every
+    process gets the signal, as systemd sends it.
 
-    Mutation: `_drain` cuts at once; `draining` is not looked at.
+    Mutation: `_drain` cuts at once; `draining` is not looked at; the engine process ends at SIGTERM.
     """
     server = start(step_ms=5)
     stream = server.stream(CHAT, endless(max_tokens=200))
     events = stream.events()
     next(events)
     engine = server.engine()
+    if everybody:
+        os.kill(engine, signal.SIGTERM)
     os.kill(server.process.pid, signal.SIGTERM)
     server.said("SIGTERM: no new requests; 1 may end within 30 s")
     refused = server.post(CHAT, endless())
@@ -291,7 +295,7 @@ class _Ending(EngineLink):
     def __init__(self, ends: bool) -> None:
         super().__init__(lambda: None, lambda why: None)  # type: ignore[arg-type,return-value]
         self.ready = Ready("", 100, 2000, [2], 16, {}, {}, closes_within=3000.0)
-        code = "import signal as s; asked = [s.SIGTERM]; s.pthread_sigmask(s.SIG_BLOCK, asked); print(flush=True); "
+        code = "import signal as s; asked = [s.SIGUSR1]; s.pthread_sigmask(s.SIG_BLOCK, asked); print(flush=True); "
         code += "s.sigwait(asked)" if ends else "s.pause()"
         self._process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
         self._pidfd = os.pidfd_open(self._process.pid)

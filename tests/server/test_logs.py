@@ -6,7 +6,7 @@ import io
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 

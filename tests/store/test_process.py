@@ -216,15 +216,16 @@ def test_a_store_that_nobody_closed_is_cleaned_up() -> None:
 
 
 def test_ctrl_c_is_the_engines_affair() -> None:
-    """The process is in a group of its own, and ignores an interrupt: the engine closes it when it has drained. It is
+    """The process is in a group of its own, and ignores an interrupt and SIGTERM: the engine closes it when it has drained. It is
     in the session of the engine, or it could not stand back for it.
 
-    Mutation: it is started in the group of the engine; or the worker leaves SIGINT as it is.
+    Mutation: it is started in the group of the engine; or the worker leaves one of them as it is.
     """
     with away("memory://") as desk:
         assert os.getpgid(pid_of(desk)) != os.getpgid(0) and os.getsid(pid_of(desk)) == os.getsid(0)
         assert os.getpriority(os.PRIO_PROCESS, pid_of(desk)) > os.getpriority(os.PRIO_PROCESS, 0)
-        os.kill(pid_of(desk), signal.SIGINT)
+        for each in (signal.SIGINT, signal.SIGTERM):
+            os.kill(pid_of(desk), each)
         assert desk.put([1]).run() == 1 and desk.get([1]).run() == 1
         assert desk.store.stats()["process"]["restarts"] == 0
 

@@ -35,7 +35,7 @@ from .requests import Requests
 from .samples import Likely, Sample
 from .sampling import Sampled, Sampler
 from .self_check import check, reference_of
-from .sizing import Sized, size, told
+from .sizing import Sized, TooLittleHost, size, told
 from .steps import ModelExecutor
 from .tiers import Tiers
 from .transfer import open_mover
@@ -92,6 +92,8 @@ class Engine(Requests):
         self.sized = self._size(text_config(model.config))
         for line in told(self.sized, config.page_size, _size_of_store(config.store)):
             log.info("cache, %s", line)
+        for line in self.sized.notes:
+            log.warning("cache, %s", line)
         super().__init__(
             vocabulary=self.served.vocabulary,
             max_model_len=self.sized.max_model_len,
@@ -148,7 +150,14 @@ class Engine(Requests):
         else:
             share = _HOST_SHARE if self.device.type == "cuda" else _HOST_SHARE_CPU
             host = min(_HOST_MOST, int(share * (available_bytes() or 1 << 32)))
-        return size(self.served.groups, room, config.page_size, config.max_num_seqs, longest, host, self._tokens)
+        wanted = (self.served.groups, room, config.page_size, config.max_num_seqs, longest)
+        try:
+            return size(*wanted, host, self._tokens)
+        except TooLittleHost as problem:
+            if config.host_cache != "auto" or config.store is not None:
+                raise
+            log.warning("no host cache: %s", problem)
+            return size(*wanted, 0, self._tokens)
 
     @property
     def _tokens(self) -> int:

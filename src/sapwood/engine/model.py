@@ -159,6 +159,8 @@ class ServedModel:
             probe, cache = self.dry()
         self._calls, states = probe.calls or gathered_of(cache), states_of(cache)
         self.gathers = bool(self._calls) and not probe.calls
+        if self.gathers and (name := _own_mask(self.model)):
+            raise Unsupported(f"{name} is a mask of its own, cut by where tokens stand in the batch")
         return remembered(text_config(self.model.config), self._calls, states, self.page_size)
 
     @torch.inference_mode()
@@ -232,6 +234,13 @@ class ServedModel:
         with torch.inference_mode(), _attending(attend), self.mixers.running(states):
             logits: Tensor = self.model(**arguments).logits[0]
         return logits if "logits_to_keep" in self._asks else logits[wanted]
+
+
+def _own_mask(model: Any) -> str | None:
+    """The buffer with which a model that attends by itself says who sees whom: by places of keys in the batch, which
+    here has the keys of all rows one after the other (GPT-Neo's windows)."""
+    masks = (name for name, buffer in model.named_buffers() if buffer.dtype is torch.bool and buffer.ndim >= 3)
+    return next(masks, None)
 
 
 def settle_experts(model: Any) -> None:

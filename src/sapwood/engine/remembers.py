@@ -62,8 +62,7 @@ def refuse(config: Any) -> None:
         method = config.quantization_config
         method = method.get("quant_method") if isinstance(method, dict) else getattr(method, "quant_method", "")
         no(f"its checkpoint is quantised ({method or 'unknown method'}); use one in bf16, f16 or f32")
-    if getattr(config, "is_encoder_decoder", False):
-        no("it has an encoder")
+    refuse_encoder(config)
     text = text_config(config)
     kinds = layer_kinds(text)
     if "chunked_attention" in kinds:
@@ -82,6 +81,11 @@ def refuse(config: Any) -> None:
         no("its attention is bidirectional")
     if getattr(text, "alibi", False) or getattr(text, "position_embedding_type", "absolute") == "relative_key":
         no("its positions are no function of the token alone (alibi or relative keys)")
+
+
+def refuse_encoder(config: Any) -> None:
+    if getattr(config, "is_encoder_decoder", False):
+        raise Unsupported(f"{getattr(config, 'model_type', 'this model')} cannot be served yet: it has an encoder")
 
 
 def longest_context(text: Any) -> tuple[int, str] | None:

@@ -31,6 +31,10 @@ SLOTS = 4  # of a resident context
 _SPARE = 2  # columns of a window beyond those it covers: it begins inside a page, and grows into a new one
 
 
+class TooLittleHost(ValueError):
+    """The host memory does not hold a page of every group."""
+
+
 class Sized(NamedTuple):
     """The groups with their pages, and what had to be changed for them."""
 
@@ -62,9 +66,8 @@ def size(
         )
         max_num_seqs = fewer
     pages = _divided(remembered, free, page_size, max_model_len, max_num_seqs, max_chunk)
-    _enough(
-        remembered, pages, nbytes, "device memory", "device_cache, gpu_memory_utilization", " or lower max_num_seqs"
-    )
+    flags = "device_cache, gpu_memory_utilization"
+    _enough(remembered, pages, nbytes, page_size, "device memory", flags, " or lower max_num_seqs")
     full = [pages[group.name] for group in remembered if group.family == "full"]
     if full and min(full) * page_size < max_model_len:
         room = min(full) * page_size
@@ -76,7 +79,7 @@ def size(
     )
     if host_bytes:
         host = _divided(remembered, _without_null_pages(remembered, host_bytes), page_size, max_model_len, 0, 0)
-        _enough(remembered, host, host_bytes, "host memory", "host_cache", "")
+        _enough(remembered, host, host_bytes, page_size, "host memory", "host_cache")
         groups = tuple(replace(group, host_pages=host[group.name]) for group in groups)
         length = min(SHORT, max_model_len)
         if not contexts(groups, "host", length, page_size):
@@ -92,12 +95,20 @@ def _without_null_pages(remembered: Sequence[Remembered], nbytes: int) -> int:
 
 
 def _enough(
-    remembered: Sequence[Remembered], pages: dict[str, int], nbytes: int, what: str, flags: str, other: str
+    remembered: Sequence[Remembered],
+    pages: dict[str, int],
+    nbytes: int,
+    page_size: int,
+    what: str,
+    flags: str,
+    other: str = "",
 ) -> None:
     for group in remembered:
         least = 1 if group.family == "full" or what == "host memory" else 2
+        if group.window and what == "device memory":
+            least = -(-group.window // page_size) + 2
         if pages[group.name] < least:
-            raise ValueError(
+            raise (TooLittleHost if what == "host memory" else ValueError)(
                 f"{readable(nbytes)} of {what} for the cache are too little for this model: group {group.name!r} would "
                 f"have {max(0, pages[group.name])} pages; give it more ({flags}){other}"
             )
@@ -122,7 +133,7 @@ def _divided(
     if states:
         slot = sum(nbytes[group.name] for group in states)
         each = sum(context[group.name] * nbytes[group.name] for group in remembered)
-        slots = max(SLOTS * (max(0, free) // each), rows + 2 if rows else 1) if full or windows else free // slot
+        slots = max(SLOTS * max(0, free) // each, rows + 2 if rows else 1) if full or windows else free // slot
         pages = {group.name: slots for group in states}
         free -= slots * slot
     if windows:
@@ -203,4 +214,4 @@ def told(sized: Sized, page_size: int, store_bytes: int = 0) -> list[str]:
     for where, counts in room.items():
         found = " or ".join(f"{n:,} of {length:,} tokens" for n, length in zip(counts, lengths, strict=True))
         lines.append(f"contexts that a later request can go on with: {where} {found}")
-    return [*lines, *sized.notes]
+    return lines

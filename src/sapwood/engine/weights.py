@@ -108,7 +108,7 @@ def _config(files: ModelFiles) -> Any:
     """The config as transformers understands it. Code that comes with a model is never run."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    from .remembers import refuse
+    from .remembers import refuse_encoder
 
     path = files.folder / "config.json"
     kind = files.config.get("model_type")
@@ -118,18 +118,22 @@ def _config(files: ModelFiles) -> Any:
     with _named(path):
         config = AutoConfig.from_pretrained(files.folder, local_files_only=True, trust_remote_code=False)
     if _loader_for(config) is None:
-        refuse(config)
+        refuse_encoder(config)
         raise ModelError(f"{path}: transformers has no class for a {kind} model that generates text from text")
     return config
 
 
 def _loader_for(config: Any) -> Any:
     """What of transformers makes a model of this config: that of language models, or those of models that take images
-    or sound too, which are served for text alone. None: nothing does."""
+    or sound too, which are served for text alone; where both do, the one whose class the checkpoint was saved from
+    (Llama 3.2 Vision). None: nothing does."""
     import transformers
 
     loaders: tuple[Any, ...] = (transformers.AutoModelForCausalLM, transformers.AutoModelForMultimodalLM)
-    return next((loader for loader in loaders if type(config) in loader._model_mapping), None)
+    able = [loader for loader in loaders if type(config) in loader._model_mapping]
+    saved_from = getattr(config, "architectures", None) or ()
+    named = (loader for loader in able if loader._model_mapping[type(config)].__name__ in saved_from)
+    return next(named, able[0] if able else None)
 
 
 def _load(files: ModelFiles, config: Any, dtype: Any, device: torch.device, progress: bool) -> torch.nn.Module:

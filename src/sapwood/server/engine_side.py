@@ -277,14 +277,17 @@ def _plain(likely: Any) -> Likely:
 
 # ---- the process
 
+STOP = signal.SIGUSR1  # how the API ends it
+IGNORED = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C and systemd's stop reach both processes: the API decides
 REFUSED = 2  # the status to exit with if what was asked for cannot be: a model, or a flag
 
 
 def main() -> int:
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
     _die_with(settings.parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to both: the API decides
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    for each in IGNORED:
+        signal.signal(each, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
     set_up(settings.log_format, settings.log_level)
     folder = Path(sys.argv[1])
     context = zmq.Context()
@@ -314,7 +317,7 @@ def main() -> int:
         side.stopping = True
         engine.wake()
 
-    signal.signal(signal.SIGTERM, stop)
+    signal.signal(STOP, stop)
     threading.Thread(target=_receive, args=(inward, side), daemon=True).start()
     side.run()
     engine.close()

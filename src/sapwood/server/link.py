@@ -27,7 +27,7 @@ import zmq
 from sapwood.engine.lora_process import SECONDS
 from sapwood.engine.params import SamplingParams
 
-from .engine_side import AHEAD, REFUSED, Settings
+from .engine_side import AHEAD, IGNORED, REFUSED, STOP, Settings
 from .errors import ApiError, Disconnected, engine_down, without_paths
 from .grammars import GrammarSpec
 from .messages import (
@@ -222,7 +222,7 @@ class EngineLink:
         self.doing, self.spent, self._doing_since = "starting", {}, time.monotonic()
         self._waiting = loop.create_future()
         settings = msgspec.json.encode(self.settings()) + b"\n"
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as it is in a process made now:
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)  # as it is in a process made now:
         try:  # Ctrl-C goes to both, and until the engine ignores it, it would be a traceback
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "sapwood.server.engine_side", str(self._folder.path)], stdin=subprocess.PIPE
@@ -285,7 +285,7 @@ class EngineLink:
         loop = asyncio.get_running_loop()
         with contextlib.suppress(ValueError, OSError):
             loop.remove_reader(self._pidfd)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(STOP)
         seconds = _END + (self.ready.closes_within if self.ready is not None else 0.0)
         try:
             await asyncio.wait_for(loop.run_in_executor(None, process.wait), seconds)

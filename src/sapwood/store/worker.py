@@ -177,7 +177,8 @@ def _end_with(end: socket.socket) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who is interrupted is the engine, and it closes its stores
+    for each in (signal.SIGINT, signal.SIGTERM):  # they end the engine, and it closes its stores
+        signal.signal(each, signal.SIG_IGN)
     os.closerange(ENDS_AT + 1, 1 << 20)  # what others in that process left open
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     end = socket.socket(fileno=ENDS_AT)
