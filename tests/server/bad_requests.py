@@ -21,6 +21,7 @@ JSON = {"Content-Type": "application/json"}
 ADMIN = {"Authorization": "Bearer root", **JSON}
 
 USER = [{"role": "user", "content": "hi"}]
+FORM = {"type": "json_schema", "schema": {"type": "integer"}}
 GOOD: dict[str, dict[str, Any]] = {
     CHAT: {"messages": USER, "max_tokens": 2},
     COMPLETIONS: {"prompt": "hi", "max_tokens": 2},
@@ -539,10 +540,11 @@ def bombs() -> Iterator[Bad]:
 
 def of_others() -> Iterator[Bad]:
     apis = itertools.cycle((CHAT, COMPLETIONS, RESPONSES, MESSAGES))
-    tables = ((unserved.EVERY, apis), (unserved.CHAT, [CHAT] * 99), (unserved.COMPLETIONS, [COMPLETIONS] * 99))
-    for table, paths in tables:
+    own = {CHAT: unserved.CHAT, COMPLETIONS: unserved.COMPLETIONS, RESPONSES: unserved.RESPONSES}
+    own |= {MESSAGES: unserved.MESSAGES, TOKENIZE: unserved.PROMPT, EXPLAIN: unserved.PROMPT}
+    for table, paths in ((unserved.EVERY, apis), *((table, [path] * 99) for path, table in own.items())):
         for field, path in zip(table, paths, strict=False):
-            yield Bad(f"{field} is not served", path, with_(path, **{field: {"a": 1}}), field)
+            yield Bad(f"{field} is not served at {path}", path, with_(path, **{field: {"a": 1}}), field)
     for field in unserved.STRUCTURED:
         given = with_(CHAT, structured_outputs={"json": {}, field: True})
         yield Bad(f"{field} is not served", CHAT, given, f"structured_outputs.{field}")
@@ -656,6 +658,9 @@ def answers_of_others() -> Iterator[Bad]:
         "a user of 600 letters": {"user": "u" * 600},
         "fewer tool calls than none": {"max_tool_calls": -1},
         "half a tool call": {"max_tool_calls": 0.5},
+        "a template": {"chat_template": "{{ messages }}"},
+        "what was said before, elsewhere": {"previous_input_messages": USER},
+        "some tokens' log-probabilities": {"logprob_token_ids": [5]},
         "5000 items": {"input": USER * 5000},
     }.items():
         status = 404 if name == "an unknown response before" else 400
@@ -679,6 +684,10 @@ def answers_of_others() -> Iterator[Bad]:
         "an unknown choice": {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "maybe"}},
         "an unknown tool chosen": {"tool_choice": {"type": "tool", "name": "g"}},
         "thinking of another kind": {"thinking": {"type": "deep"}},
+        "a form twice": {"output_format": FORM, "output_config": {"format": FORM}},
+        "a form by another name": {"output_format": {"type": "yaml"}},
+        "a budget": {"output_config": {"task_budget": {"type": "tokens", "total": 5}}},
+        "some tokens' log-probabilities": {"logprob_token_ids": [5]},
         "other servers": {"mcp_servers": [{"url": "http://x"}]},
     }.items():
         yield Bad(f"{MESSAGES} {name}", MESSAGES, with_(MESSAGES, **fields))

@@ -19,6 +19,7 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "require
 TOOL = {"name": "weather", "description": "of a city", "input_schema": SCHEMA}
 USE = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Rome"}}
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "sunny"}
+FORM = {"type": "json_schema", "schema": SCHEMA}
 HI = [{"role": "user", "content": "hi"}]
 
 
@@ -268,13 +269,15 @@ def test_parameters_reach_the_engine():
     Mutation: `messages` does not pass `stop_sequences` on.
     """
     app = Scripted("Hello")
-    form = {"type": "json_schema", "schema": SCHEMA}
     more = {"temperature": 0.5, "top_p": 0.25, "top_k": 7, "cache_salt": "tenant", "priority": 3}
-    made(app, **more, output_config={"format": form}, metadata={"user_id": "u"}, service_tier="auto")
+    made(app, **more, output_config={"format": FORM}, metadata={"user_id": "u"}, service_tier="auto")
     params = app.params
     assert {name: getattr(params, name) for name in more} == more and params.max_tokens == 200
     grammar = app.link.submitted[-1].grammar
     assert grammar is not None and json.loads(grammar.text) == SCHEMA
+    app = Scripted("Hello")
+    made(app, output_format=FORM)  # as it was called before
+    assert app.link.submitted[-1].grammar == grammar
     app = Scripted('[{"name": "weather", "parameters": {"city": "Rome"}}]')
     (call,) = made(app, tools=[TOOL], tool_choice={"type": "any", "disable_parallel_tool_use": True})["content"]
     assert call["input"] == {"city": "Rome"} and app.link.submitted[-1].grammar is not None
@@ -354,7 +357,11 @@ def test_errors_are_anthropics():
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
         ({"container": "box"}, "container"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
-        ({"stop": ["x"]}, "stop"),
+        ({"stop": ["x"]}, "stop is not supported here: use stop_sequences"),
+        ({"response_format": {"type": "json_object"}}, "response_format is not supported here: use output_config"),
+        ({"output_format": {"type": "text"}}, "output_format.type"),
+        ({"output_format": FORM, "output_config": {"format": FORM}}, "give either output_config.format or"),
+        ({"output_config": {"task_budget": {"type": "tokens", "total": 5}}}, "output_config.task_budget"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"n": 2}, "n"),
         ({"temperature": -1}, "temperature"),
@@ -364,7 +371,7 @@ def test_errors_are_anthropics():
 def test_what_would_change_the_answer_is_refused_by_name(more, named):
     """With a 400 whose message names the field as the request has it, and nothing is computed.
 
-    Mutation: `in_words_of` changes nothing; a line of `_UNSUPPORTED` is missing.
+    Mutation: `in_words_of` changes nothing; a line of `MESSAGES` is missing.
     """
     app = Scripted("Hello")
     answer = app.post(PATH, body(**more))

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from sapwood.server import unserved
+from sapwood.server.anthropic import MessagesRequest
 from sapwood.server.grammars import GrammarSpec
 from sapwood.server.openapi import description
+from sapwood.server.response_request import ResponsesRequest
 from sapwood.server.schemas import ChatRequest, CompletionRequest, StructuredOutputs
 
 from .kit import Running
@@ -91,6 +93,26 @@ audio function_call functions max_completion_tokens metadata modalities parallel
 prompt_cache_key prompt_cache_retention reasoning_effort safety_identifier service_tier store verbosity
 web_search_options
 """)
+OPENAI_RESPONSES = names("""
+background context_management conversation include input instructions max_output_tokens max_tool_calls metadata model
+moderation parallel_tool_calls previous_response_id prompt prompt_cache_key prompt_cache_retention reasoning
+safety_identifier service_tier store stream stream_options temperature text tool_choice tools top_logprobs top_p
+truncation user
+""")
+VLLM_RESPONSES = names("""
+request_id media_io_kwargs mm_processor_kwargs priority cache_salt enable_response_messages previous_input_messages
+structured_outputs repetition_penalty seed stop ignore_eos vllm_xargs kv_transfer_params chat_template
+chat_template_kwargs presence_penalty frequency_penalty top_k skip_special_tokens include_stop_str_in_output logit_bias
+""")
+ANTHROPIC = names("""
+cache_control container context_management inference_geo max_tokens mcp_servers messages metadata model output_config
+output_format service_tier stop_sequences stream system temperature thinking tool_choice tools top_k top_p
+""")
+# What clients of one API send to another by mistake.
+OF_CHAT = names("""
+chat_template documents enable_thinking add_generation_prompt continue_final_message functions function_call modalities
+logprobs max_completion_tokens n reasoning_effort response_format suffix echo verbosity prompt audio web_search_options
+""")
 STRUCTURED = names("""
 json regex choice grammar json_object structural_tag disable_any_whitespace disable_additional_properties
 whitespace_pattern
@@ -106,6 +128,8 @@ whitespace_pattern
         (ChatRequest, VLLM + VLLM_CHAT + SGLANG + SGLANG_CHAT + LLAMA + LLAMA_CHAT + OPENAI_CHAT),
         (CompletionRequest, VLLM + VLLM_COMPLETIONS + SGLANG + SGLANG_COMPLETIONS + LLAMA + LLAMA_COMPLETIONS),
         (StructuredOutputs, STRUCTURED),
+        (ResponsesRequest, [*OPENAI_RESPONSES, *VLLM_RESPONSES, *OF_CHAT, "messages"]),
+        (MessagesRequest, [*ANTHROPIC, *OF_CHAT, "input", "instructions", "parallel_tool_calls", "reasoning", "stop"]),
     ],
 )
 def test_S18_it_is_known_of_every_field_what_becomes_of_it(kind, theirs):
@@ -115,7 +139,8 @@ def test_S18_it_is_known_of_every_field_what_becomes_of_it(kind, theirs):
     """
     unknown = set(theirs) - set(kind.__struct_fields__) - unserved.ACCEPTED
     assert not unknown
-    assert not unserved.ACCEPTED & set(kind.__struct_fields__), "what is read here is not ignored"
+    told = {"metadata", "safety_identifier", "store", "user"} if kind is ResponsesRequest else set()  # that it reads
+    assert unserved.ACCEPTED & set(kind.__struct_fields__) == told, "what is read here is not ignored"
 
 
 def test_S18_the_tables_do_not_contradict_each_other():
@@ -123,10 +148,11 @@ def test_S18_the_tables_do_not_contradict_each_other():
 
     Mutation: `also_unserved` describes no enum.
     """
-    for table in (unserved.EVERY, unserved.CHAT, unserved.COMPLETIONS, unserved.STRUCTURED):
+    own = (unserved.CHAT, unserved.COMPLETIONS, unserved.RESPONSES, unserved.MESSAGES)
+    for table in (unserved.EVERY, *own, unserved.STRUCTURED, unserved.PROMPT):
         assert not table.keys() & unserved.ACCEPTED
         assert all(each.why and each.why == each.why.rstrip(".") for each in table.values())
-    assert not unserved.EVERY.keys() & (unserved.CHAT.keys() | unserved.COMPLETIONS.keys())
+    assert not any(unserved.EVERY.keys() & table.keys() for table in own)
     schemas = description([(CHAT, "POST")])["components"]["schemas"]
     told = schemas["ChatRequest"]["properties"]
     for name, each in {**unserved.EVERY, **unserved.CHAT}.items():
@@ -140,8 +166,8 @@ def test_S18_the_tables_do_not_contradict_each_other():
     [
         (CHAT, {**unserved.EVERY, **unserved.CHAT}),
         (COMPLETIONS, {**unserved.EVERY, **unserved.COMPLETIONS}),
-        (RESPONSES, unserved.EVERY),
-        (MESSAGES, unserved.EVERY),
+        (RESPONSES, {**unserved.EVERY, **unserved.RESPONSES}),
+        (MESSAGES, {**unserved.EVERY, **unserved.MESSAGES}),
     ],
 )
 def test_S18_what_is_not_served_is_refused_by_name(path, table):
@@ -160,6 +186,19 @@ def test_S18_what_is_not_served_is_refused_by_name(path, table):
         for value in (None, *each.neutral):
             assert app.post(path, {**GOOD[path], name: value}).status == 200, (name, value)
     assert len(app.link.submitted) == sum(1 + len(each.neutral) for each in table.values())
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/cache/explain"])
+def test_S18_a_prompt_alone_is_made_as_for_a_request_that_generates(path):
+    """What such a request may have and these do not is refused by name, and not left out of the prompt.
+
+    Mutation: `_check_supported` looks at requests that generate alone.
+    """
+    app = Scripted("Hello")
+    for name, value in (("chat_template", "x"), ("documents", [{"text": "a"}]), ("truncate_prompt_tokens", 3)):
+        refused = app.post(path, {"messages": HI, name: value})
+        assert refused.status == 400 and refused.error["param"] == name
+    assert app.post("/tokenize", {"messages": HI, "documents": [], "chat_template": None}).status == 200
 
 
 def test_S18_what_changes_nothing_is_accepted():

@@ -160,6 +160,18 @@ def test_S18_a_command_that_was_made_for_vllm(caplog):
     assert len(told) == len(set(told)) == 17 and {"swap_space", "api_server_count", "tensor_parallel_size"} < set(told)
 
 
+def test_S18_sizes_have_a_unit_or_none(capsys):
+    """As `--device-cache` has; what is no size is refused by the flag's name.
+
+    Mutation: `_add` takes `_bytes` for whole numbers.
+    """
+    config, _ = read("--inflight-bytes", "64MiB", "--body-bytes", "4096")
+    assert (config.inflight_bytes, config.body_bytes) == (64 << 20, 4096)
+    with pytest.raises(SystemExit):
+        main(["serve", "--inflight-bytes", "much"])
+    assert "--inflight-bytes: must be bytes with a unit such as 20GiB" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -131,7 +131,8 @@ class Answer(NamedTuple):
         """Of an error in OpenAI's form."""
         error = json.loads(self.body)["error"]
         assert set(error) == {"message", "type", "param", "code"} and error["message"]
-        assert error["type"] == "invalid_request_error" and error["param"] is None
+        kind = {429: "rate_limit_error", 503: "service_unavailable_error"}.get(self.status, "invalid_request_error")
+        assert error["type"] == kind and error["param"] is None
         return error["code"]
 
 

@@ -51,6 +51,8 @@ CASES: dict[str, tuple[str, str]] = {
     "a certificate that is none": ("{}/model --ssl-certfile {}/bad.jinja", "must be a certificate and its key"),
     "no such address": (f"{{}}/model --kv-events-config {EVENTS % 'tcp://192.0.2.7:5557'}", "cannot be bound"),
     "an address in use": (f"{{}}/model --kv-events-config {EVENTS % 'tcp://127.0.0.1:[port]'}", "cannot be bound"),
+    "a store below a file": ("{}/model --store file://{}/bad.jinja/store?size=1GiB", "bad.jinja is no folder"),
+    "a store that is a file": ("{}/model --store file://{}/bad.jinja?size=1GiB", "bad.jinja is no folder"),
     "no folder for a trace": ("{}/model --record-trace {}/nowhere/trace", "record_trace must be a file in a folder"),
     "a trace that is a folder": ("{}/model --record-trace {}", "record_trace must be a file in a folder"),
 }

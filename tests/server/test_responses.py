@@ -427,7 +427,7 @@ def test_the_store_is_bounded():
 def test_what_would_change_the_answer_is_refused_by_name(body, param):
     """With a 400 that names the field as the request has it, and nothing is computed.
 
-    Mutation: `in_words_of` changes nothing; a line of `_UNSUPPORTED` is missing.
+    Mutation: `in_words_of` changes nothing; a line of `RESPONSES` is missing.
     """
     app = Scripted("Hello")
     answer = app.post(PATH, {"input": "hi", **body})

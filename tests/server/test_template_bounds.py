@@ -84,7 +84,7 @@ def test_S19_a_conversation_that_is_too_much_for_its_template_is_refused(monkeyp
     """A 400 with the reason; a template in the request is one too, and so are the names of what templates are given;
     and a good request is answered.
 
-    Mutation: `conversation` lets other errors than TemplateError through; `_UNSUPPORTED` has no chat_template.
+    Mutation: `conversation` lets other errors than TemplateError through; `CHAT` has no chat_template.
     """
     monkeypatch.setattr(template, "MOST_TURNS", 100_000)
     app = Scripted("Hello you", template=QUADRATIC + "{% if add_generation_prompt %}!{% endif %}")

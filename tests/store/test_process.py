@@ -216,8 +216,8 @@ def test_a_store_that_nobody_closed_is_cleaned_up() -> None:
 
 
 def test_ctrl_c_is_the_engines_affair() -> None:
-    """The process is in a group of its own, and ignores an interrupt and SIGTERM: the engine closes it when it has drained. It is
-    in the session of the engine, or it could not stand back for it.
+    """The process is in a group of its own, and ignores an interrupt and SIGTERM: the engine closes it when it has
+    drained. It is in the session of the engine, or it could not stand back for it.
 
     Mutation: it is started in the group of the engine; or the worker leaves one of them as it is.
     """

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, get_type_hints
 
+from sapwood.store.uri import nbytes
+
 from .flags import ALIASES, EngineConfig, from_flags, like
 from .foreign import FOREIGN, Foreign
 
@@ -100,6 +102,8 @@ def _add(group: Any, names: list[str], kind: Any, help: str, short: Sequence[str
         group.add_argument(*options, action=argparse.BooleanOptionalAction, **more)
     elif kind == tuple[str, ...]:
         group.add_argument(*options, nargs="+", action="extend", metavar="TEXT", **more)
+    elif kind is int and names[0].endswith("_bytes"):
+        group.add_argument(*options, type=_size, metavar="BYTES", **more)
     elif kind in (float, int, int | None):
         group.add_argument(*options, type=_number(float if kind is float else int), metavar="N", **more)
     else:
@@ -115,6 +119,13 @@ def _number(kind: type) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(f"must be {what}, got {text!r:.60}") from None
 
     return number
+
+
+def _size(text: str) -> int:
+    try:
+        return nbytes("it", text)
+    except ValueError as problem:
+        raise argparse.ArgumentTypeError(str(problem).removeprefix("it ")) from None
 
 
 def _words(kind: type) -> dict[str, str]:

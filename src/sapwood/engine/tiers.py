@@ -205,8 +205,8 @@ class Tiers:
         if not self._skipped and self._cache.pages_skipped:
             self._skipped = True
             log.warning(
-                "host memory has no room for %d pages that were to be saved: they will be computed again. More host memory "
-                "(host_cache) would keep them; stats()['cache']['transfers'] counts them as pages_skipped",
+                "host memory has no room for %d pages that were to be saved: they will be computed again. More host "
+                "memory (host_cache) would keep them; stats()['cache']['transfers'] counts them as pages_skipped",
                 self._cache.pages_skipped,
             )
         if self._store is not None:

@@ -129,8 +129,8 @@ async def _prompt(serving: Serving, asked: TokenizeRequest | ExplainRequest) -> 
     return await serving.conversation(
         asked.messages or [],
         tools=tools.shown,
-        add_generation_prompt=getattr(asked, "add_generation_prompt", None),
-        continue_final_message=getattr(asked, "continue_final_message", None),
+        add_generation_prompt=asked.add_generation_prompt,
+        continue_final_message=asked.continue_final_message,
         more=asked.chat_template_kwargs,
         add_special_tokens=bool(asked.add_special_tokens),
     )

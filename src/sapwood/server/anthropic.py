@@ -12,13 +12,14 @@ from sapwood.engine.params import MOST_STOP_LENGTH, MOST_STOPS
 
 from .anthropic_blocks import chat_choice, chat_messages, chat_tools, most_calls
 from .blocks import Block, Blocks, Closed, Opened, Step
-from .conversation import begin, in_words_of, prompt_of, refuse, written_to_cache
+from .conversation import begin, in_words_of, prompt_of, written_to_cache
 from .errors import ApiError, bad, shown, unsupported
 from .generation import Generation, Piece, Prompt
 from .http import Call, named_event
 from .schemas import Count, ResponseFormat, Sampling, Text, parse
 from .serving import Serving
 from .spoken import Spoken, Tools, read_tools
+from .unserved import MESSAGES, also_unserved
 
 _WORDS = {
     r"\bresponse_format\b": "output_config.format",
@@ -53,8 +54,10 @@ class Thinking(Struct, kw_only=True):
 class OutputConfig(Struct, kw_only=True):
     effort: Annotated[str, Meta(max_length=32)] | None = None
     format: dict[str, Any] | None = None
+    task_budget: Any = None
 
 
+@also_unserved(MESSAGES)
 class CountRequest(Sampling, kw_only=True):
     """What makes a prompt."""
 
@@ -64,25 +67,13 @@ class CountRequest(Sampling, kw_only=True):
     tool_choice: dict[str, Any] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None  # as output_config.format was called before
     chat_template_kwargs: dict[str, Any] | None = None
-    # what this server does not have
-    container: Any = None
-    context_management: Any = None
-    mcp_servers: Any = None
 
 
 class MessagesRequest(CountRequest, kw_only=True):
     max_tokens: Count
     stop_sequences: Annotated[list[_Word], Meta(max_length=MOST_STOPS)] | None = None
-
-
-_UNSUPPORTED = {
-    "container": "no code is run here",
-    "context_management": "nothing is left out of a conversation",
-    "mcp_servers": "this server calls no others",
-    "stop": "use stop_sequences",
-    "response_format": "use output_config.format",
-}
 
 
 def anthropic_error(error: ApiError) -> bytes:
@@ -100,7 +91,7 @@ async def messages(serving: Serving, call: Call) -> Generation:
     model = serving.model(request.model)
     with in_words_of(_WORDS):
         prompt, tools = await _prompt(serving, request)
-        request.stop, request.response_format = request.stop_sequences, _format(request)
+        request.stop = request.stop_sequences
         asked: int | None = request.max_tokens
         if asked and len(prompt.ids) + asked > serving.limit:
             asked = None  # a model whose context ends sooner says so in its stop_reason
@@ -122,7 +113,7 @@ async def count_tokens(serving: Serving, call: Call) -> None:
 
 
 async def _prompt(serving: Serving, request: CountRequest) -> tuple[Prompt, Tools]:
-    refuse(request, _UNSUPPORTED)
+    request.response_format = _format(request)
     choice, most = chat_choice(request.tool_choice), most_calls(request.tool_choice)
     tools = read_tools(chat_tools(request.tools), choice, serving.tool_parser, most)
     made = chat_messages(request.system, request.messages)
@@ -150,16 +141,21 @@ def _template(request: CountRequest) -> dict[str, Any]:
 
 
 def _format(request: CountRequest) -> ResponseFormat | None:
-    given = None if request.output_config is None else request.output_config.format
+    given, field = request.output_format, "output_format"
+    if request.output_config is not None:
+        if request.output_config.task_budget is not None:
+            raise unsupported("output_config.task_budget", "use max_tokens")
+        if request.output_config.format is not None:
+            if given is not None:
+                raise bad(field, "give either output_config.format or output_format")
+            given, field = request.output_config.format, "output_config.format"
     if given is None:
         return None
     if given.get("type") != "json_schema":
-        raise unsupported("output_config.format.type", f"it must be json_schema, got {shown(given.get('type'))}")
+        raise unsupported(f"{field}.type", f"it must be json_schema, got {shown(given.get('type'))}")
     schema = given.get("schema")
     if not isinstance(schema, dict):
-        raise bad(
-            "output_config.format.schema", f"output_config.format.schema must be a JSON schema, got {shown(schema)}"
-        )
+        raise bad(f"{field}.schema", f"{field}.schema must be a JSON schema, got {shown(schema)}")
     return ResponseFormat(type="json_schema", json_schema={"schema": schema})
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from .errors import ApiError, bad, unsupported
+from .errors import ApiError, bad
 from .generation import Generation, Model, Prompt
 from .http import Call
 from .schemas import Sampling
@@ -16,12 +16,6 @@ from .serving import Serving
 from .spoken import Tools
 
 MOST_MESSAGES = 4096
-_OF_OTHER_APIS = {
-    "n": "a request has one answer",
-    "prompt_logprobs": "use /v1/completions",
-    "return_token_ids": "use /v1/chat/completions",
-    "return_tokens_as_token_ids": "use /v1/chat/completions",
-}
 
 
 async def prompt_of(
@@ -55,13 +49,6 @@ async def begin(
     tools.show_marks(request)
     params = serving.params(request, call.caller, max_tokens=max_tokens, logprobs=logprobs)
     return await serving.begin([prompt], params, request, model, call.caller, serving.grammar(request, tools))
-
-
-def refuse(request: Sampling, why: Mapping[str, str]) -> None:
-    """Fields that chat completions have and this API does not: what would change the answer is not passed over."""
-    for field, reason in {**_OF_OTHER_APIS, **why}.items():
-        if getattr(request, field) not in (None, False, [], "") and (field != "n" or request.n != 1):
-            raise unsupported(field, reason)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ class HttpRefusal(Exception):
 
     def reply(self, default_headers: list[tuple[bytes, bytes]], method: str) -> bytes:
         """The whole answer, with OpenAI's error body."""
-        kind = "service_unavailable_error" if self.status == 503 else "invalid_request_error"
+        kind = {429: "rate_limit_error", 503: "service_unavailable_error"}.get(self.status, "invalid_request_error")
         error = {"message": self.message, "type": kind, "param": None, "code": self.code}
         body = json.dumps({"error": error}).encode()
         headers = [

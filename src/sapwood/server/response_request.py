@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from .conversation import refuse
 from .errors import bad, shown, unsupported
 from .schemas import Count, Name, ResponseFormat, Sampling, Text
+from .unserved import RESPONSES, also_unserved
 
 _LOGPROBS = "message.output_text.logprobs"
 INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")  # the second changes nothing: reasoning is told in the clear
@@ -27,6 +27,7 @@ class ReasoningConfig(Struct, kw_only=True):
     summary: Annotated[str, Meta(max_length=32)] | None = None
 
 
+@also_unserved(RESPONSES)
 class InputTokensRequest(Sampling, kw_only=True):
     """What makes a prompt, and what else a response takes, which changes no count."""
 
@@ -51,32 +52,14 @@ class InputTokensRequest(Sampling, kw_only=True):
     max_tool_calls: Count | None = None  # of tools that a server runs: there are none here
     safety_identifier: Annotated[str, Meta(max_length=512)] | None = None
     user: Annotated[str, Meta(max_length=512)] | None = None
-    # what this server does not have
-    background: bool | None = None
-    conversation: Any = None
-    prompt: Any = None
-    context_management: Any = None
-    moderation: Any = None
 
 
 class ResponsesRequest(InputTokensRequest, kw_only=True):
     input: Text | Items
 
 
-_UNSUPPORTED = {
-    "background": "a response is made while its client waits",
-    "conversation": "use previous_response_id",
-    "prompt": "there are no prompt templates here: send input",
-    "context_management": "use truncation",
-    "moderation": "nothing is moderated here",
-    "max_tokens": "use max_output_tokens",
-    "response_format": "use text.format",
-}
-
-
 def check(request: InputTokensRequest) -> None:
     """What would change the answer and is not there is refused by name."""
-    refuse(request, _UNSUPPORTED)
     if request.truncation not in (None, "auto", "disabled"):
         raise unsupported("truncation", f'it must be "auto" or "disabled", got {shown(request.truncation)}')
     for name in request.include or ():

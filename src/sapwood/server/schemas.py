@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 from sapwood.engine.params import MOST_BAD_WORDS, MOST_STOP_LENGTH, MOST_STOPS
 
 from .errors import ApiError, bad, unsupported
-from .unserved import CHAT, COMPLETIONS, EVERY, STRUCTURED, also_unserved, refuse_unserved
+from .unserved import CHAT, COMPLETIONS, EVERY, PROMPT, STRUCTURED, also_unserved, refuse_unserved
 
 MOST_DEPTH = 100  # of a body's lists and objects in each other
 MOST_LISTS = 100_000  # lists and objects of a body. What looks like one in its texts counts as well, here
@@ -135,6 +135,7 @@ class CompletionRequest(Sampling, kw_only=True):
     add_special_tokens: bool | None = None
 
 
+@also_unserved(PROMPT)
 class TokenizeRequest(Struct, kw_only=True):
     """A text, or a conversation."""
 
@@ -163,6 +164,7 @@ class UnloadAdapter(Struct, kw_only=True):
     lora_name: Name
 
 
+@also_unserved(PROMPT)
 class ExplainRequest(Struct, kw_only=True):
     """A prompt, token ids or a conversation, as a request would send it."""
 
@@ -170,6 +172,8 @@ class ExplainRequest(Struct, kw_only=True):
     prompt: Text | list[int] | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
@@ -231,18 +235,14 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def _check_supported(request: Any) -> None:
+    refuse_unserved(request)
     if not isinstance(request, Sampling):
         return
-    refuse_unserved(request, EVERY)
     if request.structured_outputs is not None:
-        refuse_unserved(request.structured_outputs, STRUCTURED, "structured_outputs.")
+        refuse_unserved(request.structured_outputs, "structured_outputs.")
     if request.best_of not in (None, 1, request.n or 1):
         raise unsupported("best_of", "every sample is returned: use n")
-    if isinstance(request, ChatRequest):
-        refuse_unserved(request, CHAT)
-    elif isinstance(request, CompletionRequest):
-        refuse_unserved(request, COMPLETIONS)
-    else:
+    if not isinstance(request, ChatRequest | CompletionRequest):
         return
     if request.stream_options is not None and not request.stream:
         raise bad("stream_options", "stream_options are for a stream: stream must be true")

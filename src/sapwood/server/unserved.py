@@ -1,6 +1,6 @@
-"""What clients of vLLM, SGLang and llama.cpp's server send, and this server does not have. A field that would change
-the answer is refused by name, unless what it says asks for nothing; one that changes nothing is accepted, and listed
-here, so that it is clear of every field of theirs what becomes of it."""
+"""What clients of OpenAI, Anthropic, vLLM, SGLang and llama.cpp's server send, and this server does not have. A field
+that would change the answer is refused by name, unless what it says asks for nothing; one that changes nothing is
+accepted, and listed here, so that it is clear of every field of theirs what becomes of it."""
 
 from __future__ import annotations
 
@@ -109,6 +109,65 @@ COMPLETIONS: dict[str, Unserved] = {
     "tools": Unserved("use /v1/chat/completions"),
     "top_logprobs": Unserved("use logprobs", (0,)),
 }
+_ONE_ANSWER: dict[str, Unserved] = {  # where a request has one answer, and its fields are those of its API
+    "add_generation_prompt": Unserved("the answer follows the last message", (True,)),
+    "audio": Unserved("this server reads and writes text"),
+    "chat_template": Unserved("templates come from the model or from --chat-template"),
+    "continue_final_message": Unserved("use /v1/chat/completions"),
+    "documents": Unserved("use /v1/chat/completions"),
+    "echo": Unserved("it is for completions"),
+    "enable_thinking": Unserved(_TEMPLATE, ()),
+    "function_call": Unserved("use tool_choice", ("none",)),
+    "functions": Unserved("use tools"),
+    "modalities": Unserved("this server reads and writes text", ([], ["text"])),
+    "n": Unserved("a request has one answer", (1,)),
+    "prompt_logprobs": Unserved("use /v1/completions"),
+    "return_token_ids": Unserved("use /v1/chat/completions"),
+    "return_tokens_as_token_ids": Unserved("use /v1/chat/completions"),
+    "suffix": Unserved("there is no filling in between"),
+    "web_search_options": Unserved("this server searches nothing"),
+}
+RESPONSES: dict[str, Unserved] = {
+    **_ONE_ANSWER,
+    "background": Unserved("a response is made while its client waits"),
+    "context_management": Unserved("use truncation"),
+    "conversation": Unserved("use previous_response_id"),
+    "enable_response_messages": Unserved("items are told as the API has them"),
+    "logprobs": Unserved('use include: ["message.output_text.logprobs"]'),
+    "max_completion_tokens": Unserved("use max_output_tokens", ()),
+    "max_tokens": Unserved("use max_output_tokens", ()),
+    "messages": Unserved("use input"),
+    "moderation": Unserved("nothing is moderated here"),
+    "previous_input_messages": Unserved("use previous_response_id, or send all items"),
+    "prompt": Unserved("there are no prompt templates here: send input"),
+    "reasoning_effort": Unserved("use reasoning.effort", ()),
+    "response_format": Unserved("use text.format"),
+    "thinking": Unserved(_TEMPLATE, ()),
+    "verbosity": Unserved("use text.verbosity", ("medium",)),
+}
+MESSAGES: dict[str, Unserved] = {
+    **_ONE_ANSWER,
+    "container": Unserved("no code is run here"),
+    "context_management": Unserved("nothing is left out of a conversation"),
+    "input": Unserved("use messages"),
+    "instructions": Unserved("use system"),
+    "logprobs": Unserved("use /v1/chat/completions"),
+    "max_completion_tokens": Unserved("use max_tokens", ()),
+    "mcp_servers": Unserved("this server calls no others"),
+    "parallel_tool_calls": Unserved("use tool_choice.disable_parallel_tool_use", (True,)),
+    "prompt": Unserved("use messages"),
+    "reasoning": Unserved("use thinking", ()),
+    "reasoning_effort": Unserved("use output_config.effort", ()),
+    "response_format": Unserved("use output_config.format"),
+    "stop": Unserved("use stop_sequences"),
+    "top_logprobs": Unserved("use /v1/chat/completions", (0,)),
+    "verbosity": Unserved(_TEMPLATE, ("medium",)),
+}
+PROMPT: dict[str, Unserved] = {  # where a prompt is made, and nothing of it
+    "chat_template": Unserved("templates come from the model or from --chat-template"),
+    "documents": Unserved("send them to /v1/chat/completions"),
+    "truncate_prompt_tokens": Unserved("it is for requests that generate"),
+}
 STRUCTURED: dict[str, Unserved] = {  # in vLLM's structured_outputs
     "disable_additional_properties": Unserved("say it in the schema: additionalProperties"),
     "disable_any_whitespace": Unserved("whitespace in JSON is what the server allows"),
@@ -119,7 +178,7 @@ ACCEPTED = frozenset(
     (
         # who asks, and for whom
         *("user", "metadata", "session_id", "rid", "custom_labels", "safety_identifier"),
-        *("service_tier", "store", "prompt_cache_retention"),
+        *("service_tier", "store", "prompt_cache_retention", "cache_control", "inference_geo"),
         # where and how something is computed
         *("guided_decoding_backend", "backend_sampling", "id_slot", "routed_dp_rank", "disagg_prefill_dp_rank"),
         *("data_parallel_rank", "ngram_corpus_id", "n_cache_reuse", "n_keep", "n_discard", "prediction"),
@@ -140,25 +199,30 @@ ACCEPTED = frozenset(
 
 
 def also_unserved(table: Mapping[str, Unserved]) -> Callable[[type[S]], type[S]]:
-    """A struct has these fields too, so that they are seen when they come, and described."""
+    """A struct has these fields too, so that they are seen when they come, and described. `UNSERVED`: all of them."""
     fields = []
     for name, each in table.items():
         told = Meta(description=f"Not served: {each.why}.", extra_json_schema={"enum": [None, *each.neutral]})
         fields.append((name, Annotated[Any, told], None))
 
     def made(kind: type[S]) -> type[S]:
-        more = {"__doc__": kind.__doc__}
+        more = {"__doc__": kind.__doc__, "UNSERVED": {**getattr(kind, "UNSERVED", {}), **table}}
         name, module = kind.__name__, kind.__module__
         return cast("type[S]", defstruct(name, fields, bases=(kind,), module=module, namespace=more, kw_only=True))
 
     return made
 
 
-def refuse_unserved(request: Struct, table: Mapping[str, Unserved], where: str = "") -> None:
+def refuse_unserved(request: Struct, where: str = "") -> None:
+    """What asks for nothing is as if it were not there."""
+    table: Mapping[str, Unserved] = getattr(request, "UNSERVED", {})
     for name, each in table.items():
         value = getattr(request, name)
-        if value is not None and not any(_same(value, neutral) for neutral in each.neutral):
+        if value is None:
+            continue
+        if not any(_same(value, neutral) for neutral in each.neutral):
             raise unsupported(f"{where}{name}", each.why)
+        setattr(request, name, None)
 
 
 def _same(value: Any, neutral: Any) -> bool:

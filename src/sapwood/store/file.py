@@ -484,6 +484,17 @@ def check_folder(root: str) -> None:
     )
 
 
+def check_place(root: str) -> None:
+    """StoreError where such a folder can be neither made nor written to."""
+    above = root
+    while not os.path.lexists(above):
+        above = os.path.dirname(above)
+    if not os.path.isdir(above):
+        raise StoreError(f"file store {root}: {above} is no folder")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise StoreError(f"file store {root}: {above} cannot be written to")
+
+
 def _said(error: OSError) -> str:
     return (error.strerror or type(error).__name__).lower()
 

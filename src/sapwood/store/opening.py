@@ -11,7 +11,7 @@ from typing import Any
 from . import uri as uris
 from .breaker import Breaker, Missing
 from .faulty import Faults, FaultyBackend
-from .file import FileBackend, check_folder
+from .file import FileBackend, check_folder, check_place
 from .jobs import ThreadStore
 from .keys import Fingerprint
 from .memory import MemoryBackend
@@ -64,12 +64,15 @@ def open_store(
 
 
 def check_uri(uri: str) -> None:
-    """ValueError if a URI is wrong; StoreError for a folder that somebody else may write to. Nothing is opened or made,
+    """ValueError if a URI is wrong; StoreError for a folder that cannot be had, or that somebody else may write to.
+    Nothing is opened or made,
     and no package of a backend is needed."""
     _opener(uri)
     folder = store_folder(uri)
-    if folder is not None and uris.parse(uri).options.get("trusted") != "1":
-        check_folder(folder)
+    if folder is not None:
+        check_place(folder)
+        if uris.parse(uri).options.get("trusted") != "1":
+            check_folder(folder)
 
 
 def open_backend(uri: str) -> tuple[Backend, str]:
