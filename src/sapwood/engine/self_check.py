@@ -70,10 +70,10 @@ def reference_of(model: Any) -> Reference | Failed:
         lengths = [length if longest < 1 else min(length, longest) for length in _LENGTHS]  # -1 is no limit
         rows = [_tokens(row, length, int(text.vocab_size)) for row, length in enumerate(lengths * _TRIES)]
         with _as_it_is(model):
-            said = [_logits(model, tokens).cpu() for tokens in rows]
+            alike = [_logits(model, rows[first :: len(lengths)]) for first in range(len(lengths))]  # of one length
+            said = [logits[at] for at in range(_TRIES) for logits in alike]
             with _rounded_otherwise(model):
-                first = zip(said, rows[: len(lengths)], strict=False)
-                rounding = _most(_apart(logits, _logits(model, tokens)) for logits, tokens in first)
+                otherwise = [_logits(model, [tokens])[0] for tokens in rows[: len(lengths)]]
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -81,7 +81,7 @@ def reference_of(model: Any) -> Reference | Failed:
     finally:
         if model.device.type == "cuda":
             torch.cuda.empty_cache()  # what is free is counted after this
-    return Reference(rows, said, rounding)
+    return Reference(rows, said, _most(map(_apart, said, otherwise)))
 
 
 def check(
@@ -127,12 +127,13 @@ def _line(error: Exception) -> str:
 # ---- transformers' own way
 
 
-def _logits(model: Any, tokens: list[int]) -> Tensor:
-    ids = torch.tensor([tokens], device=model.device)
+def _logits(model: Any, rows: list[list[int]]) -> Tensor:
+    """Of rows of one length, in one forward: all of them take as long as one."""
+    ids = torch.tensor(rows, device=model.device)
     more = {}
     if "position_ids" in inspect.signature(model.forward).parameters:
-        more["position_ids"] = torch.arange(len(tokens), device=model.device)[None]
-    return model(input_ids=ids, use_cache=False, **more).logits[0].float()  # type: ignore[no-any-return]
+        more["position_ids"] = torch.arange(ids.shape[1], device=model.device).expand(ids.shape)
+    return model(input_ids=ids, use_cache=False, **more).logits.float().cpu()  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -186,7 +187,7 @@ class _Forced(Greedy):
         batch, tokens = plan.batch, []
         for at, row in enumerate(rows):
             id, end = batch.ids[row], int(batch.starts[row] + batch.lengths[row])
-            self.logits[id].append(logits[at].float())
+            self.logits[id].append(logits[at].float().cpu())
             tokens.append((*self.rows[id], 0)[end])
         none = torch.zeros(len(rows), dtype=torch.bool, device=logits.device)
         return Sampled(torch.tensor(tokens, device=logits.device), none, np.zeros(0, np.int64), None)
@@ -231,17 +232,11 @@ def _most(distances: Iterable[float]) -> float:
 
 def _apart(theirs: Tensor, ours: Tensor) -> float:
     """Of logits [tokens, vocabulary]: by the token in the middle. What adds the same to all logits changes nothing, and
-    tokens that a model never says (its logits are the least number there is) do not count. Computed where ours lie, one
-    token at a time: that takes next to no memory, of which a device has little left by now."""
+    tokens that a model never says (its logits are the least number there is) do not count."""
     said = ~(theirs[0] < -_NEVER)
-    by_token = torch.stack([_apart_at(one, other, said) for one, other in zip(theirs, ours, strict=True)])
+    theirs, ours = (each[:, said].double() for each in (theirs, ours))
+    theirs, ours = (each - each.mean(-1, keepdim=True) for each in (theirs, ours))
+    by_token = (theirs - ours).norm(dim=-1) / theirs.norm(dim=-1).clamp_min(1e-9)
     if not bool(by_token.isfinite().all()):
         return math.nan
     return float(by_token.sort().values[(len(by_token) - 1) // 2])
-
-
-def _apart_at(theirs: Tensor, ours: Tensor, said: Tensor) -> Tensor:
-    one, other = (each.to(ours.device)[said.to(ours.device)].double() for each in (theirs, ours))
-    one, other = one - one.mean(), other - other.mean()
-    apart: Tensor = (one - other).norm() / one.norm().clamp_min(1e-9)
-    return apart
