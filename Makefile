@@ -3,17 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-COMPILED := build/compiled
 INTERPRETER := $(VENV)/interpreter
-CAN_COMPILE = command -v $${CC:-cc} >/dev/null && \
-  $(BIN)/python -c "import os, sysconfig as s; assert os.path.exists(s.get_path('include') + '/Python.h')" 2>/dev/null
 
 unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: keep what is compiled
 
 # What shares a server stays with one worker. More workers than processors, where much of what is tested waits.
 PYTEST := $(BIN)/python -m pytest --dist loadgroup -n
 
-.PHONY: env serve quick test test-all test-compiled compiled lint bench clean servers gpu-check gpu-soak gpu-bench gpu-start
+.PHONY: env serve quick test test-all lint bench clean servers gpu-check gpu-soak gpu-bench gpu-start
 
 env: $(STAMP) $(INTERPRETER)/.installed servers  ## engine, server, stores, tests and benchmarks, in .venv
 
@@ -32,15 +29,6 @@ $(INTERPRETER)/.installed: $(STAMP)
 
 serve: $(STAMP)  ## a server on 127.0.0.1:8000 with the default model; ARGS="..." adds flags
 	@$(BIN)/sapwood serve $(ARGS)
-
-# The same package with the inner rooms compiled by mypyc, beside the one that is edited: setup.py says how.
-$(COMPILED)/.built: $(STAMP) setup.py $(shell find src -name '*.py')
-	@mkdir -p build && find build -mindepth 1 -maxdepth 1 ! -name tests -exec rm -rf {} +
-	SAPWOOD_COMPILE=1 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
-	  --target $(COMPILED) .
-	touch $@
-
-compiled: $(COMPILED)/.built  ## the compiled build, in build/compiled
 
 # What the store's tests talk to. Where it cannot be had, those tests are skipped and say so.
 servers:
@@ -64,23 +52,14 @@ test-all: env  ## the same, and attacks by the clock, from seeds that are drawn:
 	  echo "could not install $(GEMMA)"
 	$(PYTEST) 4
 
-test-compiled: $(STAMP)  ## what the compiled rooms must do as the others do, on the compiled build
-	@if $(CAN_COMPILE); then $(MAKE) compiled && \
-	  SAPWOOD_COMPILE=1 PYTHONPATH=$(COMPILED) $(PYTEST) 2 -m "not long and not attack" \
-	  tests/test_compiled.py tests/cache tests/scheduler tests/sim; \
-	else echo "no C compiler or no Python.h here: the compiled build is not tested"; fi
-
 lint: $(STAMP)  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict $(wildcard src/sapwood/cache src/sapwood/scheduler src/sapwood/store src/sapwood/engine src/sapwood/server \
 	  src/sapwood/bench src/sapwood/cli.py)
 
-bench: $(STAMP)  ## figures, beside the yardsticks, in one run; then what compiling changes
+bench: $(STAMP)  ## figures, beside the yardsticks, in one run
 	$(BIN)/python -m benchmarks
-	@if $(CAN_COMPILE); then $(MAKE) compiled && \
-	  PYTHONPATH=$(COMPILED) $(BIN)/python -m benchmarks cache scheduler; \
-	else echo "no C compiler or no Python.h here: the compiled build is not measured"; fi
 
 # On a machine with a GPU, whose Python has torch, Triton, transformers and pytest; nothing is installed for these.
 GPU := PYTHONPATH=src PYTHONUNBUFFERED=1 $(PYTHON) -m

@@ -6,8 +6,6 @@ import argparse
 import platform
 import time
 
-from sapwood.cache import COMPILED
-
 from . import cache, engine, peer, scheduler, server, store, tiers, transfer
 from .timing import LOOP_SECONDS, Figure, loop_seconds
 
@@ -41,8 +39,7 @@ def main() -> None:
         parser.error(f"unknown subject {unknown[0]!r}; choose from {', '.join(SUBJECTS)}")
     begin = time.perf_counter()
     loops = sorted(loop_seconds() for _ in range(5))
-    build = "inner rooms compiled" if COMPILED else "nothing compiled"
-    print(f"Python {platform.python_version()}, {build}; counting to a million takes {loops[2] * 1e3:.0f} ms here now;")
+    print(f"Python {platform.python_version()}; counting to a million takes {loops[2] * 1e3:.0f} ms here now;")
     print(f"scaled us: as if it took {LOOP_SECONDS * 1e3:.0f} ms. Thread CPU time, gc off, medians.")
     if not peer.installed():
         print(peer.MISSING)

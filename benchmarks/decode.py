@@ -142,7 +142,7 @@ def _beside(mine: Rows, its: Taken, other: Rows | None = None, theirs: Taken | N
 
 def against_peer(repeats: int) -> Iterator[Figure]:
     a_row: dict[int, float] = {}
-    for rows, bar in ((64, 1.0), (256, None), (1024, 0.33)):
+    for rows, bar in ((64, 1.0), (256, None), (1024, 0.25)):
         mine = Ours(spread(rows), ours.full(PAGES))
         runs = {"mine": mine.run}
         theirs = None

@@ -2,8 +2,8 @@
 that would change what is tested. Imported before anything that reads it, by conftest.py.
 
 What is costly to make, the default model from its GGUF file, compiled kernels, environments of clients, stays from one
-run to the next in build/tests, or where that cannot be written to, goes with the run. $SAPWOOD_TEST_VENVS,
-$SAPWOOD_DEVICE and $SAPWOOD_COMPILE are meant for tests, and stay.
+run to the next in build/tests, or where that cannot be written to, goes with the run. $SAPWOOD_TEST_VENVS and
+$SAPWOOD_DEVICE are meant for tests, and stay.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-_OURS = {"SAPWOOD_TEST_VENVS", "SAPWOOD_DEVICE", "SAPWOOD_COMPILE", "SAPWOOD_TEST_CACHE", "TRITON_INTERPRET"}
+_OURS = {"SAPWOOD_TEST_VENVS", "SAPWOOD_DEVICE", "SAPWOOD_TEST_CACHE", "TRITON_INTERPRET"}
 _FOREIGN = (
     *("SAPWOOD_", "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TRITON_", "TORCHINDUCTOR_", "TORCH_COMPILE", "TORCHDYNAMO_"),
     *("OPENAI_", "ANTHROPIC_", "LITELLM_", "REDIS_", "MC_", "MOONCAKE_", "LLGUIDANCE_", "LC_", "XDG_"),

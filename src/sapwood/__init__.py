@@ -8,10 +8,9 @@ package imports none of them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-ENGINE: Final = TYPE_CHECKING  # the compiled build tells mypy that it is not: it has nothing to do with these
-if ENGINE:
+if TYPE_CHECKING:
     from .engine.llm import LLM, CompletionOutput, LoRARequest, RequestOutput
     from .engine.params import SamplingParams
 

@@ -286,7 +286,7 @@ def test_S18_a_variable_that_nobody_reads_is_warned_of(caplog):
 
     Mutation: `warn_of_unknown` is silent; or warns of SAPWOOD_API_KEY.
     """
-    ours = ("CONFIG", "API_KEY", "ADMIN_KEY", "COMPILE", "TEST_VENVS", "TEST_CACHE", "SEED", "DEVICE", "BLOCK_SIZE")
+    ours = ("CONFIG", "API_KEY", "ADMIN_KEY", "TEST_VENVS", "TEST_CACHE", "SEED", "DEVICE", "BLOCK_SIZE")
     with caplog.at_level(logging.WARNING):
         warn_of_unknown({**{f"SAPWOOD_{name}": "1" for name in ours}, "PATH": "x", "SAPWOODS": "y"})
         assert not caplog.records

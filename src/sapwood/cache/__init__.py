@@ -1,8 +1,5 @@
 """The hybrid, hierarchical prefix cache: what is remembered. numpy and the standard library only; no clock, no I/O."""
 
-from typing import Final
-
-from . import tree
 from .admission import Keep
 from .begins import NEAR_TOKENS
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
@@ -22,10 +19,7 @@ from .stored import Missing, StoreOperation
 from .tokens import token_bytes
 from .transfer import Operation
 
-COMPILED: Final = not tree.__file__.endswith(".py")  # whether this is the compiled build, see setup.py
-
 __all__ = [
-    "COMPILED",
     "NEAR_TOKENS",
     "AllBlocksCleared",
     "Binding",

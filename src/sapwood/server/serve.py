@@ -26,7 +26,7 @@ from .preflight import check_server
 
 log = logging.getLogger(__name__)
 _PREFIX = "SAPWOOD_"
-_OTHERS = {"SAPWOOD_COMPILE", "SAPWOOD_TEST_CACHE", "SAPWOOD_TEST_VENVS"}  # of builds and tests
+_OTHERS = {"SAPWOOD_TEST_CACHE", "SAPWOOD_TEST_VENVS"}  # of tests
 _SECRETS = ("api_key", "admin_key")  # read by `_server_config`, and on no command line
 _EPILOG = """\
 examples:
