@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from sapwood.cache import CacheGroup
 from sapwood.engine.arena import PageLayout, PagePart
-from sapwood.engine.remembers import Remembered
+from sapwood.engine.remembers import GroupSpec
 from sapwood.engine.sizing import contexts, size
 from sapwood.scheduler import SchedulerConfig
 from sapwood.sim.cost import CostModel, SimulatedExecutor
@@ -44,12 +44,12 @@ class Shape(NamedTuple):
     window: int
     token_bytes: int
 
-    def remembered(self) -> list[Remembered]:
-        def group(name: str, layers: int, window: int | None) -> Remembered:
+    def remembered(self) -> list[GroupSpec]:
+        def group(name: str, layers: int, window: int | None) -> GroupSpec:
             import torch
 
             layout = PageLayout([PagePart(0, "k", (layers * self.token_bytes * PAGE,), torch.uint8)])
-            return Remembered(name, "full" if window is None else "window", window, layout)
+            return GroupSpec(name, "full" if window is None else "window", window, layout)
 
         return [group("full", self.full, None), group(f"window{self.window}", self.sliding, self.window)]
 

@@ -12,11 +12,11 @@ import pytest
 
 import sapwood
 from sapwood.bench import command, latency, profile
-from sapwood.bench.tables import Report, as_json, as_text, differences
+from sapwood.bench.tables import BenchReport, as_json, as_text, differences
 from sapwood.cli import main
 from sapwood.engine.flags import EngineConfig
 
-REPORT = Report("latency", {"median": "{:.1f} ms"}, {"first token": {"median": 20.0}}, ["one note"])
+REPORT = BenchReport("latency", {"median": "{:.1f} ms"}, {"first token": {"median": 20.0}}, ["one note"])
 
 
 def fails(capsys: Any, *arguments: str) -> str:
@@ -34,7 +34,7 @@ def measured(monkeypatch) -> list[EngineConfig]:
     """`sapwood bench latency` without a model: it answers REPORT, and the list has the configs it was asked with."""
     asked: list[EngineConfig] = []
 
-    def measure(_: Any, config: EngineConfig) -> Report:
+    def measure(_: Any, config: EngineConfig) -> BenchReport:
         asked.append(config)
         return REPORT
 
@@ -188,7 +188,7 @@ def test_tables_line_up():
 
     Mutation: `as_text` takes the width of a column from its head alone.
     """
-    report = Report("x", {"a": "{:.0f}", "b": "{:.1%}"}, {"one": {"a": 12345.0}, "another": {"a": 1.0, "b": 0.5}})
+    report = BenchReport("x", {"a": "{:.0f}", "b": "{:.1%}"}, {"one": {"a": 12345.0}, "another": {"a": 1.0, "b": 0.5}})
     assert as_text(report).splitlines() == ["             a      b", "one      12345", "another      1  50.0%"]
     older = as_text(report, {"one": {"a": 12345.0}})
     assert older.splitlines()[1:] == ["one      12345   1.00 x", "another      1           50.0%"]
@@ -200,7 +200,7 @@ def test_tables_below_a_table():
 
     Mutation: `as_json` leaves `then` out.
     """
-    report = REPORT._replace(then=[Report("longest", {"ms": "{:.1f}"}, {"mm": {"ms": 2.0}})])
+    report = REPORT._replace(then=[BenchReport("longest", {"ms": "{:.1f}"}, {"mm": {"ms": 2.0}})])
     said = as_text(report, {"first token": {"median": 10.0}, "mm": {"ms": 1.0}}).splitlines()
     assert said[2:] == ["", "one note", "", "longest", "     ms", "mm  2.0"]
     assert as_json(report)["tables"] == {"longest": {"mm": {"ms": 2.0}}} and "tables" not in as_json(REPORT)
@@ -220,7 +220,7 @@ def test_what_goes_wrong_ends_in_a_line(problem, status, says, monkeypatch, caps
     Mutation: `main` of cli.py does not catch KeyboardInterrupt.
     """
 
-    def measure(*_: Any) -> Report:
+    def measure(*_: Any) -> BenchReport:
         raise problem
 
     monkeypatch.setattr(latency, "measure", measure)

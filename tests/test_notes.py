@@ -77,7 +77,7 @@ def test_names_in_mutation_notes_exist(path):
     """Whoever tries the mutation of a note finds what it names: each name in backticks is one of the source, or a
     helper of the tests, and what is said to be in a class is there.
 
-    Mutation: `Steps.rewind` is renamed and no note with it.
+    Mutation: `StepCommits.rewind` is renamed and no note with it.
     """
     gone = {}
     for node in ast.walk(ast.parse(path.read_text())):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sapwood.cache import CacheGroup, HybridPrefixCache, Lease, Namespace, Operation, Span, token_bytes
-from sapwood.sim.content import ContentDouble, Row
+from sapwood.sim.content import ContentDouble, ContentRow
 
 BASE = Namespace()
 
@@ -171,7 +171,7 @@ class Engine:
         self.check()
         return step
 
-    def _row(self, request: Request, chunk: int, step: int, copies: list) -> Row | None:
+    def _row(self, request: Request, chunk: int, step: int, copies: list) -> ContentRow | None:
         cache, lease = self.cache, request.lease
         if lease.loading or request.planned >= request.total:
             return None
@@ -200,7 +200,7 @@ class Engine:
         samples = end == request.total
         request.total += samples
         tables = {group.name: cache.table(lease, group.name) for group in cache.groups}
-        return Row(request.id, start, end - start, tables, write_from, samples)
+        return ContentRow(request.id, start, end - start, tables, write_from, samples)
 
     # ---- events
 

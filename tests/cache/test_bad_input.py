@@ -375,7 +375,7 @@ def saved(cache: HybridPrefixCache) -> int:
 def test_an_unknown_transfer(number, ok):
     """The end of a transfer that was never begun is refused with its number.
 
-    Mutation: `Ledger.end` takes whatever number it is given.
+    Mutation: `PendingTransfers.end` takes whatever number it is given.
     """
     cache = some_cache()
     saved(cache)
@@ -387,7 +387,7 @@ def test_an_unknown_transfer(number, ok):
 def test_a_transfer_that_is_over(ok):
     """A transfer ends once; news of it again, and news of a save as a load, are refused with its number.
 
-    Mutation: `Ledger.end` keeps the transfer; or does not look which way it goes.
+    Mutation: `PendingTransfers.end` keeps the transfer; or does not look which way it goes.
     """
     cache = some_cache()
     op = saved(cache)
@@ -400,7 +400,7 @@ def test_a_transfer_that_is_over(ok):
 def test_a_load_that_is_over():
     """A load ends once; news of it again, and news of it as a save, are refused with its number.
 
-    Mutation: `Ledger.end` keeps the transfer; or does not look which way it goes.
+    Mutation: `PendingTransfers.end` keeps the transfer; or does not look which way it goes.
     """
     cache = HybridPrefixCache(PAGE, [full(4, 16)], save_pages=1)
     lease = admitted(cache, RAW[:36])
@@ -425,7 +425,7 @@ def test_a_load_that_is_over():
 def test_a_step_whose_event_has_come():
     """Each step has one event: a second one, of whatever kind, is refused with its number.
 
-    Mutation: `Steps._in_order` does not look at `last`.
+    Mutation: `StepCommits._in_order` does not look at `last`.
     """
     cache = some_cache()
     admitted(cache)
@@ -452,7 +452,7 @@ def test_planning_a_step_that_is_over(doing, past):
     """Nothing can be promised by a step that is done, has failed, is doomed by an earlier one, or was planned before
     another that is in flight.
 
-    Mutation: `Steps.flight` makes a flight for any number.
+    Mutation: `StepCommits.flight` makes a flight for any number.
     """
     cache = some_cache()
     lease = admitted(cache)
@@ -473,7 +473,7 @@ def test_planning_a_step_that_is_over(doing, past):
 def test_events_of_steps_out_of_order():
     """The event of a later step before that of an earlier one in flight is refused: the earlier one could never end.
 
-    Mutation: `Steps._in_order` does not look at the steps in flight.
+    Mutation: `StepCommits._in_order` does not look at the steps in flight.
     """
     cache = some_cache()
     lease = admitted(cache)

@@ -38,7 +38,7 @@ def test_p09_a_doomed_step_copies_a_snapshot_whose_namespace_is_gone():
     """A request starts from a snapshot, its namespace is evicted, and a step before its own fails: the slot is kept
     until the doomed step, which copies it, is over.
 
-    Mutation: `Steps.rewind` lets go of the snapshots of a detached lease at once.
+    Mutation: `StepCommits.rewind` lets go of the snapshots of a detached lease at once.
     """
     engine = Engine(4, full(64), state(8))
     prompt = toks(1, 17)
@@ -61,7 +61,7 @@ def test_p09_a_doomed_step_reads_pages_that_a_save_of_an_evicted_namespace_reads
     """A save and a doomed step are the last readers of pages whose namespace is gone: the save is over first, and they
     stay until the step is.
 
-    Mutation: `Steps.fall_back` hands to the doomed step only what nobody else reads.
+    Mutation: `StepCommits.fall_back` hands to the doomed step only what nobody else reads.
     """
     engine = Engine(4, full(32, 32), save="")
     prompt = toks(1, 17)
@@ -98,7 +98,7 @@ def test_p09_a_request_that_began_on_promised_pages_lets_go_of_its_snapshot(over
     """Pages of a path are computed again, and promised; a second request starts from the snapshot at their end. The
     step fails when host has let go of its copy: the second falls back to the beginning, and reads no snapshot.
 
-    Mutation: `Steps._move_anchor` lets a lease fall back above the snapshot it reads.
+    Mutation: `StepCommits._move_anchor` lets a lease fall back above the snapshot it reads.
     """
     engine = Engine(4, full(12, 24), state(8, 8), save="through")
     prompt = toks(1, 17)

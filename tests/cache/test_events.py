@@ -380,7 +380,7 @@ def test_e01_a_flush_is_one_event():
 def test_e01_without_events_nothing_is_kept():
     """An engine that was not asked for events has none.
 
-    Mutation: `Ledger.announce` does not ask whether anybody listens.
+    Mutation: `PendingTransfers.announce` does not ask whether anybody listens.
     """
     engine = engine_of(full(24, 24), save="through")
     engine.run("request", toks(1, 17))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import sapwood.cache
-from sapwood.cache import CacheGroup, Family, Keep, Lease, Namespace, Operation, register_family, token_bytes
+from sapwood.cache import CacheGroup, Family, Lease, Namespace, Operation, Reserve, register_family, token_bytes
 
 from .chaos import common
 from .driver import BASE, Engine, Request, full, state, toks, window
@@ -186,7 +186,7 @@ def test_f03_what_was_just_written_to_host_is_the_last_to_leave_it(group):
 def test_f04_a_batch_that_just_fits_fits_and_one_more_does_not():
     """As many requests run as there are slots: each needs one, and no room is kept for its checkpoint.
 
-    Mutation: `Desk.wish` asks for two slots.
+    Mutation: `Admission.wish` asks for two slots.
     """
     engine = engine_of(full(64), state(3))
     for name in "abc":
@@ -241,7 +241,7 @@ def test_f04_pages_kept_for_rows_that_run_are_kept_from_one_that_adopts_much():
     """Two rows run and two window pages are to be left for them, but none is free. A prompt whose window is there far
     beyond its first chunk takes no new page, and yet what it would read could be evicted for nobody any more: no.
 
-    Mutation: `Desk._admit_resident` counts the pages it adopts beyond the chunk against those it must leave.
+    Mutation: `Admission._admit_resident` counts the pages it adopts beyond the chunk against those it must leave.
     """
     engine = Engine(4, full(64), window(32, 12), state(4))
     prompt = toks(1, 40)
@@ -251,7 +251,7 @@ def test_f04_pages_kept_for_rows_that_run_are_kept_from_one_that_adopts_much():
         assert engine.cache.admit(nothing, 1) is not None
     match = engine.cache.match_prefix(engine.cache.bind(BASE), token_bytes(prompt[:36] + toks(2, 8)))
     assert (match.boundary, match.depth) == (0, 9)
-    assert engine.cache.admit(match, match.start + 4, keep=Keep(rows=2)) is None
+    assert engine.cache.admit(match, match.start + 4, keep=Reserve(rows=2)) is None
     assert engine.cache.admit(match, match.start + 4) is not None
     engine.cache.check()
 
@@ -269,7 +269,7 @@ register_family("start", Start)
 def test_f01_a_family_that_reads_far_back_and_nothing_near_is_given_just_that():
     """What lies between what it reads and where it begins is not read, and can be evicted for others.
 
-    Mutation: `Desk._admit_resident` takes one span for a window that reaches to the boundary.
+    Mutation: `Admission._admit_resident` takes one span for a window that reaches to the boundary.
     """
     engine = Engine(4, full(64), CacheGroup("start", "start", 16))
     prompt = toks(1, 41)
@@ -457,7 +457,8 @@ def test_f07_abort_frees_everything_in_every_state(layout, phase):
     """Whatever a request is doing when it is aborted, its lease is gone at once and its memory as soon as nothing in
     flight touches it.
 
-    Mutation: `Steps._drop` does not release `lease.working`; `Steps.end` leaves its lease among the waiters of a load.
+    Mutation: `StepCommits._drop` does not release `lease.working`; `StepCommits.end` leaves its lease among the waiters
+    of a load.
     """
     engine = engine_of(*LAYOUTS[layout](), every=1)
     phase(engine)
@@ -474,7 +475,7 @@ def test_f07_abort_frees_everything_in_every_state(layout, phase):
 def test_f07_memory_of_an_aborted_row_is_given_to_no_transfer_while_its_step_runs(prompt):
     """A load has to wait for the pages that the step of an aborted request still writes.
 
-    Mutation: `Steps.end` drops the lease at once, whatever still reads it.
+    Mutation: `StepCommits.end` drops the lease at once, whatever still reads it.
     """
     engine = engine_of(full(6, 6))
     stored = toks(1, 9)
@@ -518,7 +519,7 @@ def test_f07_a_page_that_is_being_saved_is_given_to_nobody_after_abort():
 def test_f08_evicting_a_snapshot_keeps_the_attention_pages():
     """Pressure on slots takes snapshots and not one page; the prompt is computed again in place, and then hits.
 
-    Mutation: `LooseQueue.evict` prunes the node of a snapshot in the place of `drop_slot`.
+    Mutation: `PageEvictionQueue.evict` prunes the node of a snapshot in the place of `drop_slot`.
     """
     engine = engine_of(full(24), state(3))
     prompt = toks(1, 26)
@@ -922,7 +923,8 @@ def test_f14_a_save_that_one_group_has_no_room_for_is_not_begun():
 def test_f15_a_snapshot_about_to_be_copied_is_not_given_away():
     """From its admission until the step with the copy is done, the snapshot a request starts from cannot be evicted.
 
-    Mutation: `Snapshots.opening` hands the snapshot to no holder; or `Desk._open` does not count the lease a reader.
+    Mutation: `Snapshots.opening` hands the snapshot to no holder; or `Admission._open` does not count the lease a
+    reader.
     """
     engine = engine_of(full(64), state(3))
     engine.run("first", toks(1, 9))
@@ -1042,7 +1044,7 @@ class Watched(Engine):
 def test_f16_tables_are_the_leases_in_every_phase(layout):
     """Through chunks, decode, overlap, a split under it, a retraction and a return, rows read what their leases hold.
 
-    Mutation: `Steps.commit` settles duplicates whether or not a later step reads (`reading is None` removed).
+    Mutation: `StepCommits.commit` settles duplicates whether or not a later step reads (`reading is None` removed).
     """
     engine = Watched(PAGE, *LAYOUTS[layout](), every=1)
     prompt = toks(1, 26)

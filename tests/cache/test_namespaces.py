@@ -100,8 +100,8 @@ def test_l02_every_path_uses_the_requests_own_namespace(layout):
     """First chunk, later chunks, decode, finish, retraction and resumption, write-back and load-back: in all of them a
     request reads, publishes, saves and loads under its own namespace, while others do the same with the same tokens.
 
-    Mutation: `Follower.adopt` (later chunks) walks the first root it finds; or `Ledger.begin` names the default
-    namespace in its operation; or `tell_stored` does in its event.
+    Mutation: `Follower.adopt` (later chunks) walks the first root it finds; or `PendingTransfers.begin` names the
+    default namespace in its operation; or `tell_stored` does in its event.
     """
     engine = engine_of(*LAYOUTS[layout](), save="through", events=True, every=1)
     prompt = toks(1, 13)
@@ -442,7 +442,7 @@ def test_l12_hundreds_of_adapters_loaded_and_unloaded_leave_nothing_behind(layou
     """Adapters that were used and unloaded leave no root, no page, no ghost, no unhooked namespace and no long queues.
 
     Mutation: `unhook` keeps the root in `unhooked` although nobody holds it; or `Tree.leave_queues` and
-    `LooseQueue.lost` never throw out the entries of nodes that are gone.
+    `PageEvictionQueue.lost` never throw out the entries of nodes that are gone.
     """
     engine = engine_of(*LAYOUTS[layout](), save="through")
     engine.checks = False

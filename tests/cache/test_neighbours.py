@@ -72,7 +72,7 @@ def test_namespace_goes_between_two_loads_that_one_request_waits_for(second: boo
 def test_duplicates_of_ended_requests_are_forgotten_under_steady_overlap() -> None:
     """With a step always in flight, nothing about a request stays behind when it has ended.
 
-    Mutation: `Steps.end` leaves the lease in `unsettled`.
+    Mutation: `StepCommits.end` leaves the lease in `unsettled`.
     """
     engine = Engine(4, full(64))
     prompt = toks(1, 16)
@@ -276,7 +276,7 @@ def test_nobody_waits_for_a_snapshot_that_will_not_come() -> None:
 def test_a_thousand_makers_cost_a_match_little() -> None:
     """Looking for a promised snapshot does not look at every running request.
 
-    Mutation: `Desk._open` registers a maker under another page than its cut's last one.
+    Mutation: `Admission._open` registers a maker under another page than its cut's last one.
     """
     cache = HybridPrefixCache(4, [full(4000), state(500)])
     head = toks(1, 64)

@@ -52,7 +52,7 @@ def test_f10_what_a_newcomer_is_going_to_read_does_not_go_for_it():
 def test_f10_what_others_read_quietly_is_not_counted_twice():
     """A newcomer reads what somebody else reads already: that costs no room, and it comes in.
 
-    Mutation: `Desk._less` does not call `count_all`.
+    Mutation: `Admission._less` does not call `count_all`.
     """
     engine = Engine(4, full(40), window(8, 8))
     tokens = toks(1, 13)
@@ -86,7 +86,7 @@ def test_f10_asking_for_a_snapshot_slot_counts_no_window():
 def test_f10_a_save_reads_quietly_and_keeps_its_pages():
     """A save under way is the only reader of a window; room is needed, and its pages stay until it is over.
 
-    Mutation: `Holder.count_reads` counts nothing.
+    Mutation: `PinHolder.count_reads` counts nothing.
     """
     engine = Engine(4, full(40, 40), window(8, 8, 40), save="")
     spans = []

@@ -94,7 +94,7 @@ def test_m01_two_live_requests_read_the_same_pages(layout):
 def test_m02_adopting_copies_nothing(layout):
     """Adopting a cached prefix copies no page and takes none: it is served by reference to the last token.
 
-    Mutation: `Desk.extend` gives `columns` new pages without subtracting those the lease has already.
+    Mutation: `Admission.extend` gives `columns` new pages without subtracting those the lease has already.
     """
     engine = engine_of(*SHARED[layout]())
     prompt = toks(1, 32)
@@ -177,7 +177,7 @@ def test_m03_the_page_under_copy_is_held_until_its_step_is_done(layout):
 def test_m03_no_room_for_the_copy_means_no_copy():
     """A request that fits only if the page it would copy is evicted is admitted without the copy.
 
-    Mutation: `Desk.admit` gives up (returns None) when the sibling cannot be held as well.
+    Mutation: `Admission.admit` gives up (returns None) when the sibling cannot be held as well.
     """
     engine = engine_of(full(3))
     engine.run("ann", toks(1, 4))
@@ -197,8 +197,8 @@ def test_m03_no_room_for_the_copy_means_no_copy():
 def test_m04_a_finished_request_serves_the_next_prompt_and_answer_alike(layout, pace, answer):
     """The full pages of a finished request, prompt and generated tokens, serve the next; its part-filled tail is gone.
 
-    Mutation: `publish_rows` hands nothing to the tree (generated pages are lost); or `Steps._drop` does not release
-    `lease.private` (the tail leaks).
+    Mutation: `publish_rows` hands nothing to the tree (generated pages are lost); or `StepCommits._drop` does not
+    release `lease.private` (the tail leaks).
     """
     engine = engine_of(*ALL[layout](), every=1)
     ann = engine.submit("ann", toks(1, 5), answer)
@@ -394,7 +394,7 @@ def nothing_of(engine: Engine, *prompts) -> None:
 def test_p09_a_failed_step_leaves_nothing_promised_behind(layout):
     """After a failed step nothing it promised can be found, announced or saved, and its readers compute it again.
 
-    Mutation: `Steps.failed` does not `withdraw` the promises of the step.
+    Mutation: `StepCommits.failed` does not `withdraw` the promises of the step.
     """
     engine = engine_of(*ALL[layout](), events=True, save="through")
     prompt = toks(1, 14)
@@ -418,7 +418,8 @@ def test_p09_a_failed_step_leaves_nothing_promised_behind(layout):
 def test_p09_under_overlap_the_later_step_falls_with_the_first(layout, second):
     """With two steps in flight, the failure of the first withdraws what both promised, whatever the second reports.
 
-    Mutation: `Steps.failed` withdraws only the promises of the step itself, or `commit` takes the word of a doomed one.
+    Mutation: `StepCommits.failed` withdraws only the promises of the step itself, or `commit` takes the word of a
+    doomed one.
     """
     engine = engine_of(*ALL[layout](), events=True, save="through")
     prompt = toks(1, 24)
@@ -445,7 +446,7 @@ def test_p09_under_overlap_the_later_step_falls_with_the_first(layout, second):
 def test_p09_what_was_real_before_stays(layout):
     """A failed step takes back its own promises only: pages of earlier steps stay, and nobody computes them again.
 
-    Mutation: `Steps._fall_back_all` takes every dependency of a lease, not those from the failed step on.
+    Mutation: `StepCommits._fall_back_all` takes every dependency of a lease, not those from the failed step on.
     """
     engine = engine_of(*ALL[layout](), events=True, every=1)
     prompt = toks(1, 24)
@@ -469,7 +470,7 @@ def test_p09_what_was_real_before_stays(layout):
 def test_p09_a_reader_that_ends_while_its_step_fails_leaks_nothing(layout):
     """Maker and reader both end while their steps are in flight; then the first fails: every page comes back.
 
-    Mutation: `Steps.end` drops a lease at once although a step in flight has its rows.
+    Mutation: `StepCommits.end` drops a lease at once although a step in flight has its rows.
     """
     engine = engine_of(*ALL[layout](), save="through")
     prompt = toks(1, 14)
@@ -492,7 +493,8 @@ def test_p09_memory_of_a_doomed_step_is_given_to_nobody(layout):
     """The first of two steps fails and the request is aborted: what the second still writes is given to nobody until
     its event has come.
 
-    Mutation: `Steps.fall_back` (pages) or `Steps.end` (working slots) frees at once while a doomed step is in flight.
+    Mutation: `StepCommits.fall_back` (pages) or `StepCommits.end` (working slots) frees at once while a doomed step is
+    in flight.
     """
     engine = engine_of(*ALL[layout]())
     engine.submit("ann", toks(1, 30), 6)
@@ -579,7 +581,8 @@ def test_p10_a_duplicate_stays_while_a_step_in_flight_reads_it(layout):
     """A duplicate's table entry is replaced as soon as the tree's page is real; the duplicate is free only after the
     newest step in flight, which may still read it.
 
-    Mutation: `Publisher.settle` frees a duplicate at once; or `Steps.commit` settles only while nothing is in flight.
+    Mutation: `Publisher.settle` frees a duplicate at once; or `StepCommits.commit` settles only while nothing is in
+    flight.
     """
     engine = engine_of(*SHARED[layout]())
     prompt = toks(1, 10)
@@ -626,7 +629,7 @@ def test_p12_what_is_published_ends_at_the_last_computed_position(layout, genera
 def test_p12_abort_in_flight_keeps_what_the_step_really_computed(layout, outcome):
     """A request aborted during its prefill leaves the pages of that step if the step succeeds, and nothing if it fails.
 
-    Mutation: `Steps.end` drops the lease at once although its step is in flight.
+    Mutation: `StepCommits.end` drops the lease at once although its step is in flight.
     """
     engine = engine_of(*ALL[layout]())
     prompt = toks(1, 24)
@@ -691,8 +694,8 @@ def test_p14_lost_window_pages_are_filled_in_place():
     """A prompt whose window pages are gone is computed from an earlier boundary, fills only the holes of the window
     group, and shares every full page.
 
-    Mutation: `write_from` gives `start` for every group (the row writes over shared pages); or neither `Desk.wish` nor
-    `Follower.adopt` follows full pages beyond the boundary (they are duplicated).
+    Mutation: `write_from` gives `start` for every group (the row writes over shared pages); or neither `Admission.wish`
+    nor `Follower.adopt` follows full pages beyond the boundary (they are duplicated).
     """
     engine = engine_of(full(64), window(6, 12))
     prompt = toks(1, 33)
@@ -712,7 +715,8 @@ def test_p14_lost_window_pages_are_filled_in_place():
 def test_p14_only_what_is_missing_is_written():
     """A prompt that has lost its snapshot but none of its window pages writes neither full nor window pages again.
 
-    Mutation: `Desk.wish` ignores the run of window pages behind the boundary (`end = boundary`: they are duplicated).
+    Mutation: `Admission.wish` ignores the run of window pages behind the boundary (`end = boundary`: they are
+    duplicated).
     """
     engine = engine_of(full(64), window(6, 24), state(2))
     prompt = toks(1, 17)
@@ -735,7 +739,7 @@ def test_p14_only_what_is_missing_is_written():
 def test_p14_a_lost_snapshot_is_made_again_over_shared_pages():
     """A prompt whose snapshot is gone is computed from the zero state, while every full page stays shared.
 
-    Mutation: neither `Desk.wish` nor `Follower.adopt` follows full pages beyond the boundary.
+    Mutation: neither `Admission.wish` nor `Follower.adopt` follows full pages beyond the boundary.
     """
     engine = engine_of(full(64), state(2))
     prompt = toks(1, 33)

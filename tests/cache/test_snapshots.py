@@ -41,7 +41,7 @@ def test_f03_a_chat_is_one_node_however_many_snapshots_it_has(mix, save):
     """Each turn goes on where the last one ended: the leaf gets longer, under the saves that read it, and every
     snapshot stays where it stands.
 
-    Mutation: `can_grow` says no where a snapshot stands; `Holder` does not count itself in `Node.held`.
+    Mutation: `can_grow` says no where a snapshot stands; `PinHolder` does not count itself in `Node.held`.
     """
     engine = engine_of(*MIXES[mix](), save=save, every=1)
     texts = chat(engine, 4)

@@ -82,7 +82,7 @@ def stocked(layout: str, host: int = 24, **options) -> Engine:
 def test_a_fetch_lands_and_can_be_loaded(layout):
     """All six pages arrive: the next request loads them and computes its last token only; hashes are the chain's.
 
-    Mutation: `Stored._where` asks for too few pages of a window; or `Stored._grown` attaches wrong tokens.
+    Mutation: `StoreFetches._where` asks for too few pages of a window; or `StoreFetches._grown` attaches wrong tokens.
     """
     engine = stocked(layout, events=True)
     operation = asks(engine, PROMPT, 0, 6)
@@ -98,7 +98,7 @@ def test_a_fetch_lands_and_can_be_loaded(layout):
 def test_a_fetch_asks_for_what_is_needed_and_no_more(layout):
     """Of closed groups every page, of windows what a request at the end reads, of states the last snapshot.
 
-    Mutation: `Stored._where` takes all pages of all groups.
+    Mutation: `StoreFetches._where` takes all pages of all groups.
     """
     engine = engine_for(layout)
     operation = asks(engine, PROMPT, 1, 6)
@@ -118,7 +118,7 @@ def test_a_fetch_asks_for_what_is_needed_and_no_more(layout):
 def test_an_unbroken_run_lands_and_the_rest_is_free(layout, pages):
     """Whatever number of pages arrives, only those land, nothing leaks, and nothing wrong is served.
 
-    Mutation: `Stored.fetch_done` frees nothing beyond the run; or lands a snapshot that is beyond it.
+    Mutation: `StoreFetches.fetch_done` frees nothing beyond the run; or lands a snapshot that is beyond it.
     """
     engine = stocked(layout)
     operation = asks(engine, PROMPT, 0, 6)
@@ -160,7 +160,7 @@ def test_room_for_a_fetch_is_made_by_others():
     """Host is full: others go, not the prefix that the fetch extends, though it is longest unused; if only that could
     go, there is no fetch.
 
-    Mutation: `Stored.begin_fetch` makes room without holding the path.
+    Mutation: `StoreFetches.begin_fetch` makes room without holding the path.
     """
     engine = engine_for("full", host=8)
     back_up(engine, compute(engine, "maker", PROMPT))
@@ -206,7 +206,7 @@ def test_how_much_of_a_fetch_fits(layout, first, host):
     """Host is small and full, in part with the prefix and with what a backup holds: so many pages as `fetchable_run`
     says find room, and not one more. Asking changes nothing.
 
-    Mutation: `Stored.fetchable_run` counts what is free, or what could be evicted if the prefix could.
+    Mutation: `StoreFetches.fetchable_run` counts what is free, or what could be evicted if the prefix could.
     """
     engine = engine_for(layout, host=host)
     if first:
@@ -235,7 +235,7 @@ def test_how_much_of_a_fetch_fits(layout, first, host):
 def test_nothing_fits_where_nobody_could_reach_it():
     """Below pages that are gone, and in a namespace that is gone, no page can be fetched.
 
-    Mutation: `Stored.fetchable_run` asks for room alone.
+    Mutation: `StoreFetches.fetchable_run` asks for room alone.
     """
     engine = engine_for("full")
     binding = engine.cache.bind(BASE)
@@ -251,7 +251,7 @@ def test_nothing_fits_where_nobody_could_reach_it():
 def test_a_fetch_of_a_namespace_that_is_gone_frees(layout, gone):
     """The namespace was evicted, or forgotten because nothing was left of it: what comes is freed.
 
-    Mutation: `Stored._landable` does not ask whether the root is hooked.
+    Mutation: `StoreFetches._landable` does not ask whether the root is hooked.
     """
     engine = stocked(layout)
     operation = asks(engine, PROMPT, 0, 6)
@@ -266,7 +266,7 @@ def test_a_fetch_of_a_namespace_that_is_gone_frees(layout, gone):
 def test_a_fetch_that_is_not_known_or_too_long():
     """Wrong numbers raise ValueError and change nothing.
 
-    Mutation: `Stored.fetch_done` forgets the fetch before it has looked at `pages`.
+    Mutation: `StoreFetches.fetch_done` forgets the fetch before it has looked at `pages`.
     """
     engine = stocked("full")
     operation = asks(engine, PROMPT, 0, 6)
@@ -288,7 +288,7 @@ def test_a_fetch_that_is_not_known_or_too_long():
 def test_a_failed_backup_lets_go(layout):
     """Whether it went well or not, a backup holds nothing afterwards.
 
-    Mutation: `Stored.backup_done` lets go only if it is ok.
+    Mutation: `StoreFetches.backup_done` lets go only if it is ok.
     """
     engine = engine_for(layout)
     (operation,) = back_up(engine, compute(engine, "ann", PROMPT), ok=False)
@@ -301,7 +301,7 @@ def test_saves_out_of_order_are_backed_up_when_the_first_has_come():
     """Pages 3 to 6 are on host before those above them: they could not be held there; their backup comes with that of
     the others.
 
-    Mutation: `Stored._begin_backup` drops what must wait; or holds pages below some that are on the device alone.
+    Mutation: `StoreFetches._begin_backup` drops what must wait; or holds pages below some that are on the device alone.
     """
     engine = engine_for("full")
     compute(engine, "ann", PROMPT[:13])
@@ -351,7 +351,7 @@ def there(text: str) -> np.ndarray:
 def test_how_far_a_store_could_serve(pages, start, run):
     """The deepest boundary that all groups together can begin at, from what the store is said to have.
 
-    Mutation: `Stored.servable_run` takes the least of what each group could do by itself.
+    Mutation: `StoreFetches.servable_run` takes the least of what each group could do by itself.
     """
     made = {"full": full(24, 24), "window": window(6, 24, 24), "state": state(4, 4)}
     cache = HybridPrefixCache(PAGE, [made[name] for name in pages], hashes=True)

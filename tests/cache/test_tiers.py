@@ -120,7 +120,7 @@ def test_t14_a_load_does_not_evict_the_part_that_is_on_the_device():
     """A load brings the end of a prefix whose beginning is on the device: the beginning, though longest unused, is not
     evicted to make room for the end.
 
-    Mutation: `Desk.admit` makes room before it pins what the lease reads.
+    Mutation: `Admission.admit` makes room before it pins what the lease reads.
     """
     engine = engine_of(full(8, 16))
     prompt = on_host(engine, 1, 24)
@@ -140,7 +140,7 @@ def test_t14_a_load_does_not_evict_the_part_that_is_on_the_device():
 def test_t14_a_load_that_fits_only_by_evicting_its_own_prefix_is_not_admitted():
     """If a load could fit only by evicting the device part of its own prefix, the request is not admitted.
 
-    Mutation: `Desk._less` does not count the pages that the pin takes out of reach.
+    Mutation: `Admission._less` does not count the pages that the pin takes out of reach.
     """
     engine = engine_of(full(8, 16))
     prompt = on_host(engine, 1, 32)
@@ -363,7 +363,8 @@ def test_t16_a_child_whose_parent_failed_to_save_is_not_offered_alone(first):
 def test_t18_two_requests_for_the_same_host_pages_cause_one_load(layout):
     """A second request for pages that are on their way joins their load; both go on when it has come.
 
-    Mutation: `Desk._load_closed` (for windows and states `_load_one`) does not look whether a page is loading already.
+    Mutation: `Admission._load_closed` (for windows and states `_load_one`) does not look whether a page is loading
+    already.
     """
     engine = engine_of(*LAYOUTS[layout](), seed=5)
     prompt = only_on_host(engine, 1, 17)
@@ -385,7 +386,7 @@ def test_t18_two_requests_for_the_same_host_pages_cause_one_load(layout):
 def test_t18_one_of_two_waiters_leaves_and_the_other_is_served(layout):
     """The request that caused a load is aborted: who joined it gets the pages all the same.
 
-    Mutation: `Steps.end` takes all waiters from the load, not only the lease that ends.
+    Mutation: `StepCommits.end` takes all waiters from the load, not only the lease that ends.
     """
     engine = engine_of(*LAYOUTS[layout](), seed=5)
     prompt = only_on_host(engine, 1, 17)

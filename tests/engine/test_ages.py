@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sapwood.store.ledger import Ledger, charge
+from sapwood.store.ledger import ByteLedger, charge
 
 from ..ages import LIMITS, age
 from .machine import BASE, HYBRID, PROMPT, Machine
@@ -18,7 +18,7 @@ def test_S16_jobs_and_operations_pass_their_limits(tmp_path, limit, process):
     """A prompt goes to host and store and comes back from there, with steps, operations and jobs counted past a limit:
     every byte is right, and the answer is that of an engine that has just begun.
 
-    Mutation: `wire._JOB` has an id of 32 bits; `Decoding.shown` adds `np.int32(self.planned)`.
+    Mutation: `wire._JOB` has an id of 32 bits; `TextDecoder.shown` adds `np.int32(self.planned)`.
     """
     young = Machine(HYBRID, pages=400, host=400)
     young.serve("ann", PROMPT, 9)
@@ -44,7 +44,7 @@ def test_S16_a_folder_that_has_taken_more_than_its_numbers_once_held(tmp_path, l
 
     Mutation: `_USAGE` has 32 bits for what was taken.
     """
-    one, other = (Ledger(str(tmp_path), 4 * limit) for _ in range(2))
+    one, other = (ByteLedger(str(tmp_path), 4 * limit) for _ in range(2))
     assert one.end_count(one.begin_count(), 0) == 0
     with one._locked():
         one._write(0, limit - 3)

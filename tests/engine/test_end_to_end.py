@@ -106,7 +106,7 @@ def test_t02_below_the_threshold_it_computes(place: Place, weights):
 def test_t03_fetched_pages_land_behind_those_on_host(place: Place, weights, layout):
     """Host has two pages, the store the next four: these land at page 2, and all six are served.
 
-    Mutation: `Stored.begin_fetch` begins at page 0; or hashes begin without what stands before them.
+    Mutation: `StoreFetches.begin_fetch` begins at page 0; or hashes begin without what stands before them.
     """
     maker = Machine(layout, place.uri, weights=weights)
     maker.serve("ann", PROMPT)
@@ -200,7 +200,7 @@ def test_t08_what_a_bad_store_did_not_keep_is_offered_again(tmp_path, layout, tr
     """Nothing, or a part, of what one engine saves is kept. The store is well again, the engine is idle: it wakes by
     itself to offer it once more, and another engine is served all of it.
 
-    Mutation: `Prefetch.wake_in` thinks of requests alone; or `Owed.due` never gives anything.
+    Mutation: `Prefetch.wake_in` thinks of requests alone; or `BackupRetries.due` never gives anything.
     """
     uri = f"file://{tmp_path}/store?size=10MiB"
     machine = Machine(layout, uri, breaker=Breaker(failures=3, seconds=0.1), tick_seconds=0.001)
@@ -505,7 +505,7 @@ def test_l04_unloaded_under_its_requests(tmp_path, layout, when):
     """An adapter is unloaded while one of its requests looks in the store, fetches, loads or decodes: it ends with the
     right answer, late bytes reach nobody, and its memory is free afterwards.
 
-    Mutation: `Stored.fetch_done` lands under a root that is unhooked.
+    Mutation: `StoreFetches.fetch_done` lands under a root that is unhooked.
     """
     space = Namespace(adapter=b"A" * 32)
     uri = f"memory://{tmp_path}"
@@ -669,7 +669,7 @@ def test_f18_a_hole_in_the_store_heals(tmp_path, group):
     """The store has lost all pages of one group: nothing can be served. The prompt is computed and put again, and the
     next engine is served.
 
-    Mutation: `Stored.servable_run` looks at closed groups only.
+    Mutation: `StoreFetches.servable_run` looks at closed groups only.
     """
     uri = f"file://{tmp_path}/store?size=10MiB"
     maker = Machine(HYBRID, uri)

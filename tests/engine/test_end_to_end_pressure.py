@@ -88,8 +88,8 @@ def test_t04_the_tree_changes_before_fetched_pages_land(uri, layout, meanwhile, 
     somebody computes the rest, or a part of it, or the two are evicted. Or six are asked for, and everything is
     forgotten. Every page lands under its own tokens or is dropped, and a later request is served all six.
 
-    Mutation: `Stored._landable` does not look at what is above, or whether the root is hooked; or `Stored._above` does
-    not look at what is there; or `Saves._land_closed` keeps what host has already.
+    Mutation: `StoreFetches._landable` does not look at what is above, or whether the root is hooked; or
+    `StoreFetches._above` does not look at what is there; or `Saves._land_closed` keeps what host has already.
     """
     stock(layout, uri)
     machine = Machine(layout, uri, pages=12, host=14, **PATIENT)
@@ -133,8 +133,8 @@ def test_t05_pages_under_a_backup_stay_while_others_go(uri, layout, short):
     """The store hangs in a put, and others need host: the pages that it reads stay, byte for byte, and can be served;
     older ones and newer ones go, or are not saved. When it has returned they go as any other, and are in the store.
 
-    Mutation: `Stored._begin_backup` holds nothing, or only groups that are closed; or `Stored.backup_done` never lets
-    go.
+    Mutation: `StoreFetches._begin_backup` holds nothing, or only groups that are closed; or `StoreFetches.backup_done`
+    never lets go.
     """
     machine = Machine(uri=uri, groups=short_of(short, layout, pages=12, host=12))
     machine.serve("old", OTHER, 1)
@@ -238,7 +238,7 @@ def test_t14_room_is_not_made_from_ones_own_prefix(uri, layout, short, for_a):
     """Two pages of a prompt are where the next four shall go, longest unused, in a tier that is full: a fetch, a load
     or a save of the four evicts others, and all six are served. While they are fetched, the two can be.
 
-    Mutation: `Saves._keep` holds nothing; or `Desk.admit` makes room before it pins what the lease reads.
+    Mutation: `Saves._keep` holds nothing; or `Admission.admit` makes room before it pins what the lease reads.
     """
     if for_a != "save":
         stock(layout, uri)

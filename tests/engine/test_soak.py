@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.attack, pytest.mark.server]
 def test_soak_for_a_while() -> None:
     """A short one in every run of the tests, and it does what it is for: things are fetched, lost and refused.
 
-    Mutation: `Tiers._over` tells of a job that is held; `Stored.fetch_done` lands one page too many.
+    Mutation: `Tiers._over` tells of a job that is held; `StoreFetches.fetch_done` lands one page too many.
     """
     told, run = soak(0, 7, rounds=400)
     counts = run.counts

@@ -28,7 +28,7 @@ from sapwood.scheduler import (
     Tick,
 )
 from sapwood.store import Breaker, Faults, Fingerprint, GroupLayout, open_store
-from sapwood.store.protocol import Kept
+from sapwood.store.protocol import PutResult
 
 from .machine import BASE, HYBRID, PAGE, PATIENCE, PROMPT, Machine, toks
 
@@ -170,7 +170,7 @@ def test_t16_backups_of_one_plan_share_a_job_and_have_answers_of_their_own(tmp_p
             yield kept._replace(at=[i for i, item in enumerate(items) if item.hash not in refused][kept.at])
         for i, item in enumerate(items):
             if item.hash in refused:
-                yield Kept(i, "full")
+                yield PutResult(i, "full")
 
     machine.backend.inner.put = picky
     machine.mover.stuck = False

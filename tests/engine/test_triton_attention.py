@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from sapwood.engine.attention import Asked, PlainAttention, rows_of
+from sapwood.engine.attention import PlainAttention, ScoreOptions, rows_of
 from sapwood.engine.work_list import LEAST_KEYS, Tiles, work_list
 
 from .triton_kit import CARD, DEVICE, QUIET
@@ -97,9 +97,9 @@ def lay(case: Case, seed: int) -> Laid:
     return Laid(*some, k_pages, v_pages, *put, starts, lengths)
 
 
-def asked(case: Case) -> Asked:
+def asked(case: Case) -> ScoreOptions:
     sinks = torch.linspace(-1, 1, case.heads * case.group, dtype=case.dtype, device=DEVICE) if case.sinks else None
-    return Asked(case.dim**-0.5, case.softcap, sinks)
+    return ScoreOptions(case.dim**-0.5, case.softcap, sinks)
 
 
 def ours(case: Case, laid: Laid) -> torch.Tensor:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.functional import gelu, silu
 
-from sapwood.engine.link import Link
+from sapwood.engine.link import PinnedCopies
 from sapwood.engine.params import SamplingParams
 from sapwood.engine.sampling import Sampler
 
@@ -218,10 +218,10 @@ def test_what_is_put_and_fetched():
     """Arrays of any kind, more than the ring has room for, while the device is busy; one that is too large, none at
     all, and ones that are changed right after. What is fetched is the same.
 
-    Mutation: `Link._take` begins anew in a part that is still read; `put` keeps the caller's memory.
+    Mutation: `PinnedCopies._take` begins anew in a part that is still read; `put` keeps the caller's memory.
     """
     rng = np.random.default_rng(3)
-    link = Link(torch.device(DEVICE), triton_steps.move)
+    link = PinnedCopies(torch.device(DEVICE), triton_steps.move)
     busy = some(2048, 2048) if CARD else None
     put = []
     for n in range(60):

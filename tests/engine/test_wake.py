@@ -28,7 +28,7 @@ def test_s15_a_submit_to_a_resting_engine_is_planned_at_once(monkeypatch):
     rings meanwhile, as it does for every part of a job, also in the middle of what the engine does. Each request is
     planned at once, not when the rest would have ended by itself.
 
-    Mutation: `Bell` has a flag that says whether it was rung.
+    Mutation: `Wakeup` has a flag that says whether it was rung.
     """
     loop = EngineLoop(Scheduler(SchedulerConfig(4, [CacheGroup("full", "full", 40)], 64, 4)), Seven())
     read = os.read

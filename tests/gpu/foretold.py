@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from sapwood import LLM
-from sapwood.bench.calibrate import Meter
+from sapwood.bench.calibrate import StepTimer
 from sapwood.bench.predict import Predicted, predicted
 from sapwood.sim import MeasuredCost
 
@@ -20,7 +20,7 @@ CONTEXT, ROUNDS = 2048, 2
 
 def foretold(llm: LLM, totals: dict[str, float]) -> Iterator[Line]:
     """`totals`: what workloads have taken."""
-    meter = Meter(llm.engine, CONTEXT)
+    meter = StepTimer(llm.engine, CONTEXT)
     meter.warm()
     for _ in range(ROUNDS):
         meter.round()

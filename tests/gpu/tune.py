@@ -10,7 +10,7 @@ import torch
 import triton
 
 from sapwood.engine import triton_attention as kernels
-from sapwood.engine.attention import Asked
+from sapwood.engine.attention import ScoreOptions
 from sapwood.engine.triton_attention import Tuned
 from sapwood.engine.work_list import work_list
 
@@ -32,7 +32,7 @@ def microseconds(tuned: Tuned, starts: Sequence[int], lengths: Sequence[int]) ->
     merges[: len(work.merges)] = torch.from_numpy(work.merges)
     scratch = kernels.Scratch(*kernels.Scratch.sizes(built), "cuda")
     q = torch.randn(tokens, 32, 128, device="cuda", dtype=torch.bfloat16)
-    given = (items.cuda(), merges.cuda(), scratch, None, Asked(128**-0.5, None, None))
+    given = (items.cuda(), merges.cuda(), scratch, None, ScoreOptions(128**-0.5, None, None))
 
     def run() -> None:
         kernels.attend(built, q, memory[:, 0], memory[:, 1], table, *given)

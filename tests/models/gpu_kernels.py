@@ -24,7 +24,7 @@ import torch
 from sapwood.cache import CacheGroup
 from sapwood.engine import PageLayout, PagePart
 from sapwood.engine.adapters import Adapter, Adapters, ReadRouting
-from sapwood.engine.lora_layers import Pair
+from sapwood.engine.lora_layers import LoraPair
 from sapwood.engine.params import SamplingParams
 from sapwood.engine.patches import patch_for
 from sapwood.engine.sampling import Sampler
@@ -156,7 +156,7 @@ def random_adapter(adapters: Adapters, seed: int, rank: int) -> Adapter:
         (n_out, n_in), like = wrapped.shape, wrapped.a
         a = torch.randn(rank, n_in, device="cuda", generator=generator) / n_in**0.5
         b = torch.randn(n_out, rank, device="cuda", generator=generator) * 0.3
-        pairs[name] = Pair(*(each.to(like.dtype).cpu().pin_memory() for each in (a, b)))
+        pairs[name] = LoraPair(*(each.to(like.dtype).cpu().pin_memory() for each in (a, b)))
     return Adapter(bytes([seed]) * 32, pairs)
 
 

@@ -24,8 +24,8 @@ from sapwood.engine.llm import LoRARequest
 from sapwood.engine.lora_files import AdapterError
 from sapwood.engine.lora_process import Reader, ReaderBusy, ReadTimeout
 from sapwood.engine.lora_reader import NoFolder
-from sapwood.server.answers import Answers
-from sapwood.server.messages import Answer, Ask
+from sapwood.server.answers import EngineQueries
+from sapwood.server.messages import EngineQuery, QueryAnswer
 
 from .hung_adapters import PATIENCE, Hung, hanging_reader
 from .test_llm import GREEDY, ids, open_llm, said
@@ -476,18 +476,18 @@ def test_S19_streams_go_on_while_an_adapter_hangs(tmp_path):
     """In a real engine one loads an adapter whose folder hangs. A request is computed from its prompt to its last token
     meanwhile, another adapter is loaded and used, and then the first one is there.
 
-    Mutation: `Answers` has one thread; `Answers.take` reads on the thread of the steps.
+    Mutation: `EngineQueries` has one thread; `EngineQueries.take` reads on the thread of the steps.
     """
     model_of("llama").save_pretrained(tmp_path / "model")
     with open_llm(tmp_path / "model", enable_lora=True, max_lora_rank=8) as llm:
         engine = llm.engine
         assert engine.adapters is not None
         engine.adapters._reader = hanging_reader()
-        told: dict[int, Answer] = {}
-        answers = Answers(engine, lambda answer: told.update({answer.number: answer}))
+        told: dict[int, QueryAnswer] = {}
+        answers = EngineQueries(engine, lambda answer: told.update({answer.number: answer}))
         hung = Hung(tuned(engine, tmp_path / "hung", 1))
         happened = []
-        answers.take(Ask(1, "load_adapter", {"name": "hung", "path": str(hung.folder), "root": None}))
+        answers.take(EngineQuery(1, "load_adapter", {"name": "hung", "path": str(hung.folder), "root": None}))
         end = hung.reached()
         happened.append("hangs")
 
@@ -504,7 +504,7 @@ def test_S19_streams_go_on_while_an_adapter_hangs(tmp_path):
         happened.append("stream" if 1 not in told else "too late")
         assert sample.token_ids == answer("llama", prompt(1, 30), 8)
         ask = {"name": "good", "path": str(tuned(engine, tmp_path / "good", 2)), "root": None}
-        answers.take(Ask(2, "load_adapter", ask))
+        answers.take(EngineQuery(2, "load_adapter", ask))
         steps(lambda: 2 in told)
         happened.append("other load" if 1 not in told else "too late")
         assert not told[2].error

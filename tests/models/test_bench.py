@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from sapwood.bench.cache import Found, _must_be
-from sapwood.bench.calibrate import Meter
+from sapwood.bench.calibrate import StepTimer
 from sapwood.bench.predict import Predicted
 from sapwood.bench.run import Prompts, opened, run
 from sapwood.cli import leave, main
@@ -187,7 +187,7 @@ def test_calibration_predicts_a_workload(folder, monkeypatch):
     """Step times of a tiny model, on a clock of its own that knows what each step takes, are read back by the simulator
     and predict a small workload.
 
-    Mutation: `Meter.decode` gives the time of all steps for that of one; `_at` reads seconds for counts.
+    Mutation: `StepTimer.decode` gives the time of all steps for that of one; `_at` reads seconds for counts.
     """
     clock, begin = SimpleNamespace(now=0.0), ModelExecutor.begin
 
@@ -210,11 +210,11 @@ def test_steps_are_measured_at_the_sizes_they_are_filled_up_to(folder):
     """Where steps are graphs: each of their sizes, one just beyond, twice the largest and just beyond, and the largest
     step; what is between takes as long as the next one.
 
-    Mutation: `_sizes` leaves out those beyond; `Meter.cost` keeps rows as they were measured.
+    Mutation: `_sizes` leaves out those beyond; `StepTimer.cost` keeps rows as they were measured.
     """
     with opened(replace(config_for(folder), max_num_seqs=6, max_num_batched_tokens=128)) as engine:
         engine.executor.graphs = SimpleNamespace(sizes=[4, 8, 16])
-        meter = Meter(engine, 128)
+        meter = StepTimer(engine, 128)
         assert [size.tokens for size in meter.prefills] == [4, 8, 16, 18, 32, 36, 128]
         assert [size.rows for size in meter.decodes] == [4, 6]
         meter.round()
@@ -227,12 +227,12 @@ def test_steps_are_measured_at_the_sizes_they_are_filled_up_to(folder):
 def test_a_small_cache_holds_all_rows_with_their_contexts(folder):
     """Contexts are as long as all rows of the smallest step fit with, also where steps have many rows at the least.
 
-    Mutation: `Meter` gives one row as much as it gives them all.
+    Mutation: `StepTimer` gives one row as much as it gives them all.
     """
     with opened(replace(config_for(folder), max_num_seqs=8, max_num_batched_tokens=128)) as engine:
         engine.executor.graphs = SimpleNamespace(sizes=[8, 16])
         pages = next(group.device_pages for group in engine.sized.groups)
-        meter = Meter(engine, 1 << 20)
+        meter = StepTimer(engine, 1 << 20)
         assert meter.long.rows * meter.long.context <= pages * engine.config.page_size // 2
         assert meter.same == meter.long._replace(shared=True)
 

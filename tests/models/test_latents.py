@@ -13,7 +13,7 @@ from sapwood.cache import CacheGroup
 from sapwood.engine.adapters import Adapters, ReadRouting, Routing
 from sapwood.engine.attention import FoldedAttention, rows_of
 from sapwood.engine.latents import page_latents
-from sapwood.engine.lora_layers import Pair
+from sapwood.engine.lora_layers import LoraPair
 from sapwood.engine.model import Flat, ServedModel
 from sapwood.engine.transfer_torch import TorchArena
 
@@ -256,7 +256,7 @@ def test_adapters_of_latents_are_read_from_the_device():
     random = torch.Generator().manual_seed(5)
     out, wide = latent._up.weight.shape
     for slot, rank in ((1, 4), (3, 2)):
-        pair = Pair(torch.randn(rank, wide, generator=random), torch.randn(out, rank, generator=random))
+        pair = LoraPair(torch.randn(rank, wide, generator=random), torch.randn(out, rank, generator=random))
         wrapped.upload(slot, pair)
     slots = np.array([0, 3, 1, 1, 0, 3], np.int32)
     q = torch.randn(1, latent._heads, 6, latent._nope + ROPE, generator=random)

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from sapwood.engine.adapters import Adapters
-from sapwood.engine.fused import Fused, Part
+from sapwood.engine.fused import Fused, FusedPart
 from sapwood.engine.model import ServedModel
 from sapwood.engine.patches import TORCH, Kernels, patch, patch_for
 from sapwood.engine.updates import read_update, tensors_of
@@ -131,7 +131,7 @@ def test_parts_may_be_asked_for_in_any_order():
     inputs = [torch.randn(1, 2, 4) for _ in range(3)]
     for _ in range(200):
         name, x = rng.choice("abc"), rng.choice(inputs)
-        assert isinstance(getattr(module, name).forward, Part)
+        assert isinstance(getattr(module, name).forward, FusedPart)
         assert torch.allclose(getattr(module, name)(x), getattr(plain, name)(x))
     products.clear()
     for name in "cab":

@@ -9,7 +9,7 @@ import pytest
 
 from sapwood.cache import CacheGroup
 from sapwood.engine.model import ServedModel
-from sapwood.engine.remembers import Seen, Unsupported, config_window, longest_context, refuse, remembered
+from sapwood.engine.remembers import ProbedLayer, Unsupported, config_window, longest_context, refuse, remembered
 from sapwood.engine.transfer_torch import TorchArena
 
 from .zoo import build, config_of, torch, transformers
@@ -61,7 +61,7 @@ def test_p07_the_window_is_read_wherever_it_stands():
 def test_config_and_dry_forward_must_agree():
     """Mutation: `_agree` looks at one of the two alone."""
     text = SimpleNamespace(layer_types=["full_attention", "sliding_attention"], sliding_window=9)
-    seen, other = (Seen(layer, None, (2, 16), (2, 16), torch.float32, 4, False) for layer in range(2))
+    seen, other = (ProbedLayer(layer, None, (2, 16), (2, 16), torch.float32, 4, False) for layer in range(2))
     assert len(remembered(text, [seen, other._replace(window=9)], {}, 4)) == 2
     for wrong, says in (
         ([seen, other], "window of None"),

@@ -198,7 +198,7 @@ def test_f21_what_cannot_be_compared_is_refused_in_words():
         started.check()
     model = build("llama", torch.float32)
     inner, model.forward = model.forward, fails
-    assert isinstance(self_check.reference_of(model), self_check.Failed)
+    assert isinstance(self_check.reference_of(model), self_check.ReferenceFailed)
     model.forward = inner
 
 

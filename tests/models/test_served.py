@@ -125,7 +125,7 @@ def test_S19_adapters_that_hang_hold_up_nobody(places, tmp_path):
     used, health is well, and one more is told to come again. One whose files come after all is loaded; and a stop
     leaves none of the processes.
 
-    Mutation: `Answers` has one thread; `Engine.close` does not close adapters.
+    Mutation: `EngineQueries` has one thread; `Engine.close` does not close adapters.
     """
     folder, roots, right = places
     root = tmp_path / "root"
@@ -251,7 +251,7 @@ def test_M05_what_the_next_server_finds(places, tmp_path):
     """Computed by one server, found by the next in the store: usage says how much, and the tokens are the same. However
     slow the machine is: requests here wait for the store, and the first server has written all before it ends.
 
-    Mutation: `Begun` counts what was fetched as on the device; `_join` forgets `store_patience`.
+    Mutation: `StepInputs` counts what was fetched as on the device; `_join` forgets `store_patience`.
     """
     folder, _, right = places
     store = f"file://{tmp_path}/store?size=64MiB"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sapwood.engine.arena import PageLayout, PagePart
-from sapwood.engine.remembers import Remembered
+from sapwood.engine.remembers import GroupSpec
 from sapwood.engine.sizing import SLOTS, TooLittleHost, contexts, resident_pages, size, told
 
 from .zoo import torch
@@ -14,9 +14,9 @@ MIB = 1 << 20
 PAGE = 16
 
 
-def group(family: str, page_bytes: int, window: int | None = None) -> Remembered:
+def group(family: str, page_bytes: int, window: int | None = None) -> GroupSpec:
     layout = PageLayout([PagePart(0, "k", (page_bytes,), torch.uint8)])
-    return Remembered(family if window is None else f"window{window}", family, window, layout)
+    return GroupSpec(family if window is None else f"window{window}", family, window, layout)
 
 
 FULL = group("full", 64 * 1024)

@@ -1,6 +1,6 @@
 """A scheduler with the content-checking executor as its hands: what the tests of the scheduler tell their stories with.
 
-`Run` looks at everything after every step: the cache's invariants, the contents of every page that is read (the
+`LoadResult` looks at everything after every step: the cache's invariants, the contents of every page that is read (the
 executor does), that the tables a plan shows equal what the leases hold, and that every request ends once.
 """
 

@@ -112,7 +112,7 @@ def test_l09_at_most_max_loras_adapters_in_a_batch(mixed, most):
     """No batch has more different adapters than `max_loras`, in prefill and decode; all get their turn; requests of the
     base model are in the first batch.
 
-    Mutation: `Gate.lets_in` always says yes; or the gate of a plan does not know the adapters that decode.
+    Mutation: `AdapterCap.lets_in` always says yes; or the gate of a plan does not know the adapters that decode.
     """
     run = Run(full(200), max_loras=most, mixed=mixed, budget=256)
     crowd(run, toks(1, 20), [A, B, C, D, A, B, BASE, C, D, BASE], 6)
@@ -126,7 +126,7 @@ def test_l09_at_most_max_loras_adapters_in_a_batch(mixed, most):
 def test_l09_no_cap():
     """`max_loras=0` is no cap.
 
-    Mutation: `Gate` takes 0 as a number.
+    Mutation: `AdapterCap` takes 0 as a number.
     """
     run = Run(full(200))
     crowd(run, toks(1, 20), [A, B, C, D], 6)
@@ -137,7 +137,7 @@ def test_l09_no_cap():
 def test_l09_a_retry_keeps_the_cap():
     """The halves of a failed step, and what follows them, keep it too.
 
-    Mutation: `Gate.lets_in` always says yes.
+    Mutation: `AdapterCap.lets_in` always says yes.
     """
     run = Run(full(200), max_loras=2, budget=256)
     crowd(run, toks(1, 20), [A, B, A, B, C, D], 6)
@@ -154,7 +154,7 @@ def test_l09_base_requests_are_never_put_off():
     """While adapters wait for each other, the base model runs at once, also behind a gate that was closed for somebody
     who has waited long enough.
 
-    Mutation: `Gate.lets_in` looks at `closed` before it looks whether there is an adapter.
+    Mutation: `AdapterCap.lets_in` looks at `closed` before it looks whether there is an adapter.
     """
     run = Run(full(200), max_loras=1, max_overtaken=0)
     run.submit("a", toks(1, 20), 60, namespace=A)

@@ -59,7 +59,7 @@ def test_t17_what_was_fetched_stays_while_its_request_waits(layout):
     """Six pages have come to host; six others come in before, each with nine pages to save on a host of fourteen. When
     its turn comes, nothing of the six is computed.
 
-    Mutation: `Prefetch.fetch_done` makes no claims; or `Stays._pages` leaves out windows or snapshots.
+    Mutation: `Prefetch.fetch_done` makes no claims; or `HostPins._pages` leaves out windows or snapshots.
     """
     shop = Shop(layout, depot=stocked(layout), host=14, batch=1)
     busy(shop, 5)
@@ -139,7 +139,7 @@ def test_t12_claims_have_half_of_host_and_the_queue_decides(first):
     """Two of six pages each, and half of host is ten. Whoever is served first from the store, the one who came first
     keeps all six; the other keeps four until that one has come in, and then all.
 
-    Mutation: `Claims.make` takes from nobody; `Claims.look_again` does nothing; `Stays._room` allows everything.
+    Mutation: `Claims.make` takes from nobody; `Claims.look_again` does nothing; `HostPins._room` allows everything.
     """
     shop = Shop(depot=both(), host=20, batch=1)
     busy(shop, 8)
@@ -187,7 +187,7 @@ def test_t14_pages_that_stay_stop_nobody(layout):
     """Claims hold all they may of a small host, while others decode, are saved, retracted and come back: nobody waits
     for the pages that stay, and everybody ends.
 
-    Mutation: `Stays.begin` pins the device.
+    Mutation: `HostPins.begin` pins the device.
     """
     shop = Shop(layout, depot=both(layout), pages=14, host=12, batch=3, headroom=0, max_overtaken=64)
     for n in range(3):
@@ -223,7 +223,7 @@ def test_t17_below_pages_that_are_on_the_device_alone_it_stays_once_they_are_sav
     """The first two pages are of somebody who runs; the four that follow come from the store. Nothing can be held below
     what only the device has; when that is saved, all of it is.
 
-    Mutation: `Stays.begin` holds what is below a gap; or `Prefetch.back_up` looks at no claims.
+    Mutation: `HostPins.begin` holds what is below a gap; or `Prefetch.back_up` looks at no claims.
     """
     shop = Shop(layout, depot=stocked(layout), host=14, batch=1)
     shop.submit("hog", PROMPT[: 2 * PAGE + 1], 6, priority=-2, reads_cache=False)

@@ -81,7 +81,7 @@ def test_the_types_of_a_plan():
     """int32 arrays by row, flat tokens, tables by slot, digests of adapters, in plans of prompts and of decodes; a plan
     that has been handed out keeps what it says when the next is made.
 
-    Mutation: `Decoding.starts` returns what it has, in 64 bits.
+    Mutation: `DecodeRows.starts` returns what it has, in 64 bits.
     """
     run = plain(batch=3, max_loras=2)
     run.submit("ann", toks(1, 20), 3, namespace=adapter("a"))
@@ -577,7 +577,7 @@ def test_eos_and_min_tokens():
     """A token of `eos` ends a request that has yielded `min_tokens`, counting that one; before, it is a token like
     others. Several may be given.
 
-    Mutation: `Decoding.join` wakes eos one step early or late; `_after_chunks` does not look at `min_tokens`.
+    Mutation: `DecodeRows.join` wakes eos one step early or late; `_after_chunks` does not look at `min_tokens`.
     """
     prompt = toks(1, 20)
     said = answer(Namespace(), prompt, 24)

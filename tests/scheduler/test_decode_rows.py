@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sapwood.scheduler.decode import Decoding
+from sapwood.scheduler.decode import DecodeRows
 from sapwood.scheduler.request import DECODING, ENDED, PREFILLING, Request, RequestSpec
 
 NEW = 6  # so few different tokens are sampled that eos tokens come up
@@ -25,12 +25,12 @@ def unpacked(raw: bytes) -> list[int]:
 
 
 class Rows:
-    """`Decoding`, and beside it what every row knows, the newest token last."""
+    """`DecodeRows`, and beside it what every row knows, the newest token last."""
 
     def __init__(self, size: int, rows: int, seed: int) -> None:
         self.size, self.rows = size, rows
         self.rng = random.Random(seed)
-        self.decoding = Decoding(size, rows)
+        self.decoding = DecodeRows(size, rows)
         self.known: dict[Request, list[int]] = {}
         self.made = 0
 
@@ -160,7 +160,7 @@ def test_rows_know_their_tokens(size: int, rows: int) -> None:
 def test_what_an_executor_does_to_its_plan_stays_there() -> None:
     """Somebody writes into the starts of a plan, against what `Batch` asks: the next plan is right all the same.
 
-    Mutation: `Decoding.starts` hands out the array it counts from.
+    Mutation: `DecodeRows.starts` hands out the array it counts from.
     """
     told = Rows(4, 2, 0)
     request = told.request()

@@ -27,7 +27,8 @@ def test_f04_a_batch_that_just_fits_fits(layout, slots):
     """As many requests run at once as there are slots; one more waits until a slot comes back. No slot is left for
     checkpoints, and none is held back for them.
 
-    Mutation: `Desk.wish` asks for two slots a request; or `Planner._chunk` takes checkpoints before all have come in.
+    Mutation: `Admission.wish` asks for two slots a request; or `Planner._chunk` takes checkpoints before all have come
+    in.
     """
     run = Run(*groups_of(layout, 16, pages=100, slots=slots))
     run.submit_all([RequestSpec(f"r{n}", toks(n, 40), 6) for n in range(slots + 1)])
@@ -59,7 +60,7 @@ def test_f04_one_slot_serves_one_after_the_other(layout):
     """A pool of a single slot: requests with one prompt run one by one, and nobody waits for ever for a snapshot that
     cannot be made.
 
-    Mutation: `Desk.admit_from_zero` gives up.
+    Mutation: `Admission.admit_from_zero` gives up.
     """
     run = Run(*groups_of(layout, 16, pages=100, slots=1))
     run.submit_all([RequestSpec(f"r{n}", toks(1, 48 + 5 * (n % 2)), 1 + 4 * (n % 2)) for n in range(5)])

@@ -263,7 +263,7 @@ def test_t01_a_load_that_fails_is_computed(layout):
 def test_t18_two_requests_wait_for_one_load():
     """Two requests that need the same pages from host cause one load, and both go on when it has come.
 
-    Mutation: `Desk._load_closed` does not look whether a node is being loaded.
+    Mutation: `Admission._load_closed` does not look whether a node is being loaded.
     """
     run = Hosted("full")
     run.run("a", 1)

@@ -493,7 +493,7 @@ def test_s03_the_less_urgent_do_not_starve():
 def test_nothing_keeps_a_request_that_is_over():
     """Requests that stop long before they have used their tokens are forgotten at once, prompts and all.
 
-    Mutation: `Decoding.drop` leaves what was foreseen.
+    Mutation: `DecodeRows.drop` leaves what was foreseen.
     """
     run = Run(full(1400))
     for at in range(4):

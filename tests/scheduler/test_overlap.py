@@ -46,7 +46,7 @@ def test_s14_rows_of_a_plan_in_flight_come_again_with_unknown_tokens():
     """A prompt that ends in plan N decodes in N+1, its token -1; decode rows go on likewise; and when N is done, N+2 is
     like N+1. With two plans in flight there is no third.
 
-    Mutation: `Decoding.tokens` shows what stands in the ring; `Book.look_ahead` joins nobody; `next_plan` does not
+    Mutation: `DecodeRows.tokens` shows what stands in the ring; `Book.look_ahead` joins nobody; `next_plan` does not
     count the plans in flight.
     """
     run = Piped(full(), budget=64)
@@ -70,7 +70,7 @@ def test_s14_rows_of_a_plan_in_flight_come_again_with_unknown_tokens():
 def test_s14_a_row_that_ends_by_length_is_not_in_the_next_plan():
     """What the plan in flight brings to its last token is in no later one; what ends with its very first token neither.
 
-    Mutation: `Decoding.retire` returns nobody; `Book.look_ahead` joins who ends with its first token.
+    Mutation: `DecodeRows.retire` returns nobody; `Book.look_ahead` joins who ends with its first token.
     """
     run = Piped(full())
     run.submit("one", toks(1, 20), 1)
@@ -118,7 +118,7 @@ def test_s14_one_found_ended_late_has_a_row_for_nobody(layout):
 def test_s14_min_tokens_holds_for_a_row_that_joined_ahead(layout):
     """Its eos tokens count from the token that `min_tokens` says, however early it joined.
 
-    Mutation: `Decoding.join` wakes a row by the steps planned instead of those done.
+    Mutation: `DecodeRows.join` wakes a row by the steps planned instead of those done.
     """
     for least in range(1, 7):
         said = answer(BASE, toks(1, 31), 8)
@@ -132,7 +132,7 @@ def test_s14_min_tokens_holds_for_a_row_that_joined_ahead(layout):
 def test_s14_a_prompt_that_ends_at_a_page_end_publishes_it_once():
     """A row that joined ahead stands at a page end when the step before it is done: its page is the prompt's own.
 
-    Mutation: `Decoding.advance` counts rows that joined ahead among those that crossed a page.
+    Mutation: `DecodeRows.advance` counts rows that joined ahead among those that crossed a page.
     """
     run = Piped(full())
     run.submit("ann", toks(1, 32), 40)
@@ -357,9 +357,9 @@ def test_p12_what_is_published_ends_at_the_last_computed_position(layout, how):
 @each_layout
 def test_f16_tables_equal_leases_and_duplicates_give_way_with_plans_in_flight(layout):
     """Two requests compute the same pages; the second's give way to the first's while there is always a plan in flight,
-    and are free again (`Run` compares tables and leases in every plan).
+    and are free again (`LoadResult` compares tables and leases in every plan).
 
-    Mutation: `Steps.commit` settles duplicates only when nothing is in flight.
+    Mutation: `StepCommits.commit` settles duplicates only when nothing is in flight.
     """
     run = Piped(*groups_of(layout, 4, pages=200), page=4, budget=400)
     prompt = toks(1, 20)
@@ -586,7 +586,7 @@ def test_plans_tell_changes_and_seats():
 def test_generations_of_decode_rows():
     """`generation` is the same while the decode rows are; 0 where there are none.
 
-    Mutation: `Decoding._forget` counts nothing.
+    Mutation: `DecodeRows._forget` counts nothing.
     """
     run = Run(full())
     run.submit("ann", toks(1, 20), 30)
@@ -636,7 +636,7 @@ def test_s14_what_became_real_stays_with_a_row_whose_namespace_goes(evicted):
     """A request begins on what the plan before its own promised. That one is done, its own fails, and the namespace is
     evicted before or after: it goes on from there, with pages that were its own all along.
 
-    Mutation: `Steps.rewind` sends every detached lease back to 0.
+    Mutation: `StepCommits.rewind` sends every detached lease back to 0.
     """
     run = Piped(full())
     prompt = toks(1, 32)

@@ -71,7 +71,8 @@ def test_t08_a_backup_that_failed_is_offered_again(layout):
 def test_t08_what_fell_into_an_outage_is_backed_up_after_it(layout):
     """The store is away while six are served; when it is back, they are offered a few a plan, oldest first.
 
-    Mutation: `Prefetch.back_up` only counts; or `Owed.due` gives all at once, or nothing unless time has passed.
+    Mutation: `Prefetch.back_up` only counts; or `BackupRetries.due` gives all at once, or nothing unless time has
+    passed.
     """
     shop = Lab(layout, pages=80, host=80)
     shop.tell(StoreUp(False))
@@ -93,7 +94,7 @@ def test_t08_what_fell_into_an_outage_is_backed_up_after_it(layout):
 def test_t08_a_value_that_is_always_refused_is_given_up():
     """Others get through, one never does: it is offered at growing distances, eight times in all.
 
-    Mutation: `Owed.add` does not count tries; or `Owed.failed` always waits as long.
+    Mutation: `BackupRetries.add` does not count tries; or `BackupRetries.failed` always waits as long.
     """
     shop = Lab(pages=80, host=80)
     shop.serve("ann", PROMPT, but=("backup",))
@@ -114,7 +115,7 @@ def test_t08_a_store_that_takes_nothing_is_asked_with_one_span_at_a_time():
     """Ten spans are refused, and so is everything after: one is offered at a time, ever more rarely. When one gets
     through, the rest follow.
 
-    Mutation: `Owed.due` does not look at the pause.
+    Mutation: `BackupRetries.due` does not look at the pause.
     """
     shop = Lab(pages=120, host=120)
     for n in range(10):
@@ -140,7 +141,7 @@ def test_t08_a_store_that_takes_nothing_is_asked_with_one_span_at_a_time():
 def test_t08_what_host_has_lost_is_not_offered_again(layout, how):
     """Before the store is back the pages leave host, or their namespace goes: nothing is begun, and nothing is held.
 
-    Mutation: `Stored.backup_done` returns what was unhooked; or the spans keep their pages.
+    Mutation: `StoreFetches.backup_done` returns what was unhooked; or the spans keep their pages.
     """
     space = Namespace(salt="ann")
     shop = Lab(layout, pages=20, host=12, batch=4)
@@ -168,7 +169,7 @@ def test_t08_what_host_has_lost_is_not_offered_again(layout, how):
 def test_t12_only_so_much_is_remembered(monkeypatch):
     """The oldest is dropped, and counted.
 
-    Mutation: `Owed.add` drops the newest, or nothing.
+    Mutation: `BackupRetries.add` drops the newest, or nothing.
     """
     monkeypatch.setattr(module, "_MOST", 3)
     shop = Lab(pages=80, host=80)
@@ -186,7 +187,7 @@ def test_t16_a_span_is_offered_again_under_its_own_hashes_after_its_node_was_spl
     """The backup of six pages failed; another prompt branches off after three, which splits them, and somebody goes on
     behind: the six are offered again, as they are.
 
-    Mutation: `Stored.backup_done` returns pages of the node as it is now.
+    Mutation: `StoreFetches.backup_done` returns pages of the node as it is now.
     """
     shop = Lab(pages=80, host=80)
     shop.serve("ann", PROMPT, but=("backup",))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from sapwood.cache import Namespace
-from sapwood.cache.stored import Stored
+from sapwood.cache.stored import StoreFetches
 from sapwood.scheduler import BackupDone, FetchDone, LoadDone, LookupDone, ProtocolError, RequestSpec, StoreUp
 from sapwood.sim.depot import Depot
 
@@ -47,7 +47,7 @@ def fetching(shop: Shop, id: str = "ann", prompt=PROMPT, **more):
 def test_t02_what_the_store_has_is_fetched_and_loaded(layout):
     """A prompt whose six pages are in the store: looked up, fetched to host, loaded; only its last token is computed.
 
-    Mutation: `Prefetch.lookup_done` never begins a fetch; or `Stored.fetch_done` frees everything.
+    Mutation: `Prefetch.lookup_done` never begins a fetch; or `StoreFetches.fetch_done` frees everything.
     """
     shop = Shop(layout, depot=stocked(layout))
     lookup = looking(shop)
@@ -75,7 +75,8 @@ def test_f20_what_a_small_host_let_through_is_found_in_the_store(layout):
     """Host has a quarter of the pages of a prompt in groups that slide: the store gets it all the same, through one
     host and into another.
 
-    Mutation: `_to_save_of_windows` wants every page, however little it is worth; `Stored._where` fetches all of them.
+    Mutation: `_to_save_of_windows` wants every page, however little it is worth; `StoreFetches._where` fetches all of
+    them.
     """
     prompt, small = toks(1, 32 * PAGE + 1), {"pages": 80, "windows": 8}
     shop = Shop(layout, **small)
@@ -135,7 +136,8 @@ def test_t02_who_reads_nothing_looks_for_nothing():
 def test_t03_fetched_pages_land_behind_those_that_are_here(layout, tier):
     """Two pages are here, the next four in the store: these are asked for from page 2 on, and land there.
 
-    Mutation: `Stored.begin_fetch` begins at page 0; or `HybridPrefixCache.missing` hashes without what stands before.
+    Mutation: `StoreFetches.begin_fetch` begins at page 0; or `HybridPrefixCache.missing` hashes without what stands
+    before.
     """
     shop = Shop(layout, depot=stocked(layout), pages=12, batch=8)
     shop.serve("before", PROMPT[: 2 * PAGE + 1], but=("lookup", "fetch"), reads_cache=False)
@@ -248,7 +250,7 @@ def test_t04_the_tree_changes_under_a_fetch(layout, meanwhile, when):
     """Between the store's answer and the arrival of its pages somebody else computes the same prompt, or what the pages
     follow is evicted: every page still lands under its own tokens, or is dropped. The answers are right.
 
-    Mutation: `Stored.fetch_done` remembers the node that it was to land behind; or lands below what is gone.
+    Mutation: `StoreFetches.fetch_done` remembers the node that it was to land behind; or lands below what is gone.
     """
     shop = Shop(layout, depot=stocked(layout), pages=12, host=14, batch=8)
     shop.serve("before", PROMPT[: 2 * PAGE + 1], reads_cache=False)
@@ -274,7 +276,7 @@ def test_t04_fetched_pages_do_not_land_on_what_is_only_promised():
     """Somebody computes the same and more in a step that is in flight when the fetch arrives, and fails: what was
     promised goes, and nothing of the fetch stands below it.
 
-    Mutation: `Stored._landable` does not look at promises.
+    Mutation: `StoreFetches._landable` does not look at promises.
     """
     shop = Shop(depot=stocked(), batch=8)
     fetching(shop)
@@ -294,7 +296,7 @@ def test_t05_pages_under_a_backup_stay_on_host(layout):
     """While a backup is under way its host pages stay, and host pressure evicts others, or nobody. The backup arrives
     with what it was to bring.
 
-    Mutation: `Stored._begin_backup` holds nothing, or only groups that are not closed.
+    Mutation: `StoreFetches._begin_backup` holds nothing, or only groups that are not closed.
     """
     shop = Shop(layout, pages=12, host=12, batch=8)
     shop.serve("ann", PROMPT, but=("backup",))
@@ -315,7 +317,7 @@ def test_t05_pages_under_a_backup_stay_on_host(layout):
 def test_t05_a_backup_outlives_its_namespace(layout):
     """The namespace goes while its backup is under way: the pages are counted as unhooked, and free after it.
 
-    Mutation: `Holder.detach` reads nothing.
+    Mutation: `PinHolder.detach` reads nothing.
     """
     shop = Shop(layout)
     shop.serve("ann", PROMPT, but=("backup",))
@@ -359,8 +361,8 @@ def test_t05_what_a_backup_holds_does_not_grow_and_is_not_cut_off(layout):
     """A row goes on behind pages that are being backed up; what it makes there cannot be saved, and is crowded out of
     the device. The backup keeps its pages.
 
-    Mutation: `Publisher.publish_rows` lets a leaf grow that a backup holds on host; or `Stored._begin_backup` holds a
-    leaf that is on host in part.
+    Mutation: `Publisher.publish_rows` lets a leaf grow that a backup holds on host; or `StoreFetches._begin_backup`
+    holds a leaf that is on host in part.
     """
     shop = Shop(layout, pages=24, host=24, batch=2)
     shop.cache._publisher.save_pages = 2
@@ -383,17 +385,17 @@ def test_t16_spans_that_wait_for_pages_above_them_cost_little(monkeypatch):
     """Saves arrive in the wrong order, so that many spans wait for the pages above them: at each save a few of them are
     looked at, and those that it concerns, not all. In the end everything is backed up.
 
-    Mutation: `Stored.begin_backups` tries every span that waits; or `_fills` is never true.
+    Mutation: `StoreFetches.begin_backups` tries every span that waits; or `_fills` is never true.
     """
     tries = 0
-    begin = Stored._begin_backup
+    begin = StoreFetches._begin_backup
 
     def counted(self, span):
         nonlocal tries
         tries += 1
         return begin(self, span)
 
-    monkeypatch.setattr(Stored, "_begin_backup", counted)
+    monkeypatch.setattr(StoreFetches, "_begin_backup", counted)
     shop = Shop(pages=400, host=400, batch=64)
     shop.cache._publisher.save_pages = 1
     for n in range(30):
@@ -421,7 +423,7 @@ def test_t06_a_fetch_that_brings_a_part(layout, lost):
     """A page is lost between the store's answer and the fetch: the unbroken run before it lands, the rest is freed, and
     the request goes on.
 
-    Mutation: `Stored.fetch_done` lands all it asked for, or nothing.
+    Mutation: `StoreFetches.fetch_done` lands all it asked for, or nothing.
     """
     shop = Shop(layout, depot=stocked(layout))
     fetch = fetching(shop)
@@ -441,7 +443,8 @@ def test_t06_a_fetch_that_brings_a_part(layout, lost):
 def test_t07_abort_while_fetching(layout, ok):
     """The request ends at once. Its fetch goes on, and its pages are freed when it ends: nobody is left to find them.
 
-    Mutation: `Prefetch.forget` ends the operation too; or `Stored.fetch_done` lands under a root that is forgotten.
+    Mutation: `Prefetch.forget` ends the operation too; or `StoreFetches.fetch_done` lands under a root that is
+    forgotten.
     """
     shop = Shop(layout, depot=stocked(layout))
     fetching(shop)

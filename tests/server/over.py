@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from sapwood.server.answers import Answers
+from sapwood.server.answers import EngineQueries
 from sapwood.server.finished import Finished, FinishedPrompt
-from sapwood.server.messages import Answer, Ask, decode_to_api, encode
+from sapwood.server.messages import EngineQuery, QueryAnswer, decode_to_api, encode
 
 from ..engine.machine import Machine
 
@@ -53,8 +53,8 @@ def stats_of(machine: Machine, adapters: dict[str, bytes] | None = None) -> dict
     """What the engine process answers about itself, as it arrives in the API process."""
     names = SimpleNamespace(names=lambda: adapters or {})
     engine: Any = SimpleNamespace(scheduler=machine.scheduler, loop=machine.loop, adapters=names)
-    told: list[Answer] = []
-    Answers(engine, told.append).take(Ask(1, "stats", {}))
+    told: list[QueryAnswer] = []
+    EngineQueries(engine, told.append).take(EngineQuery(1, "stats", {}))
     answer = decode_to_api(encode(told[0]))
-    assert isinstance(answer, Answer) and not answer.error
+    assert isinstance(answer, QueryAnswer) and not answer.error
     return dict(answer.value)

@@ -21,14 +21,14 @@ from sapwood.engine.default_model import default_model
 from sapwood.server.app import App
 from sapwood.server.config import ServerConfig
 from sapwood.server.link import EngineLink
-from sapwood.server.messages import Answer as Said
-from sapwood.server.messages import Ask, Begun, Drop, End, Ready, Submit
-from sapwood.server.messages import Tokens as Step
+from sapwood.server.messages import Drop, End, EngineQuery, Ready, SampleBegun, Submit
+from sapwood.server.messages import QueryAnswer as Said
+from sapwood.server.messages import StepOutput as Step
 from sapwood.server.serving import Serving
 from sapwood.server.template import ChatTemplate
-from sapwood.server.tokens import Tokens
+from sapwood.server.tokens import AsyncTokenizer
 
-from .kit import Answer
+from .kit import QueryAnswer
 
 NAME = "scripted"
 PAGE = 16
@@ -74,8 +74,8 @@ def for_clients(prompt: str) -> Script:
 
 
 @cache
-def tokens() -> Tokens:
-    return Tokens(str(default_model() / "tokenizer.json"))
+def tokens() -> AsyncTokenizer:
+    return AsyncTokenizer(str(default_model() / "tokenizer.json"))
 
 
 def scored(token: int, top: int) -> dict[int, tuple[float, int]]:
@@ -100,7 +100,7 @@ class ScriptedLink(EngineLink):
     def _send(self, message: Any) -> None:
         if isinstance(message, Drop):
             self.dropped.append(message)
-        if isinstance(message, Ask) and message.what in self.answers:
+        if isinstance(message, EngineQuery) and message.what in self.answers:
             self._other(Said(message.number, self.answers[message.what], ""))
         if isinstance(message, Submit):
             prompt = tokens().decode(np.frombuffer(message.tokens, np.int32).tolist())
@@ -134,7 +134,7 @@ class ScriptedLink(EngineLink):
         begun = []
         lane = self.lanes.get(number)
         if lane is not None and lane.begun is None:
-            begun = [Begun(number, 0.0, cached, 0, 0, 0, "cold" if not cached else "hit", cached)]
+            begun = [SampleBegun(number, 0.0, cached, 0, 0, 0, "cold" if not cached else "hit", cached)]
         likely, prompts = {}, {}
         top, scores = submit.params.logprobs, submit.params.prompt_logprobs
         if top is not None:
@@ -187,12 +187,12 @@ class Scripted:
     def params(self) -> Any:
         return self.link.submitted[-1].params
 
-    def post(self, path: str, body: Any, key: str | None = None) -> Answer:
+    def post(self, path: str, body: Any, key: str | None = None) -> QueryAnswer:
         return self.request("POST", path, body, key)
 
     def request(
         self, method: str, path: str, body: Any = None, key: str | None = None, headers: Sequence[Any] = ()
-    ) -> Answer:
+    ) -> QueryAnswer:
         """`headers`: pairs of bytes, in small letters."""
         return asyncio.run(asyncio.wait_for(self.ask(method, path, body, key, headers), 30))
 
@@ -218,7 +218,7 @@ class Scripted:
 
     async def ask(
         self, method: str, path: str, body: Any, key: str | None = None, headers: Sequence[Any] = ()
-    ) -> Answer:
+    ) -> QueryAnswer:
         """The same inside a loop, where several run."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         asked = [{"type": "http.request", "body": raw, "more_body": False}]
@@ -247,7 +247,7 @@ class Scripted:
             "headers": [*headers, *([] if key is None else [(b"authorization", f"Bearer {key}".encode())])],
         }
         await self.app(scope, receive, send)
-        return Answer(status, told, b"".join(parts))
+        return QueryAnswer(status, told, b"".join(parts))
 
     @contextmanager
     def listening(self) -> Iterator[str]:

@@ -13,8 +13,8 @@ import pytest
 
 from sapwood.engine.params import SamplingParams
 from sapwood.server.engine_side import Settings
-from sapwood.server.link import EngineLink, Job
-from sapwood.server.messages import Taken, Tokens, decode_to_api, decode_to_engine, encode
+from sapwood.server.link import EngineJob, EngineLink
+from sapwood.server.messages import Acknowledged, StepOutput, decode_to_api, decode_to_engine, encode
 
 from ..ages import LIMITS
 from .kit import Running, paced_flags
@@ -34,7 +34,7 @@ def linked(at: int) -> tuple[EngineLink, asyncio.Event]:
 
 async def answer(link: EngineLink, n: int) -> list[list[int]]:
     """What all samples of a request say."""
-    job: Job = link.job(n, "")
+    job: EngineJob = link.job(n, "")
     params = SamplingParams(n=n, max_tokens=5, seed=1, logprobs=1)
     link.submit(job, 0, PROMPT, params, adapter=None, reads_cache=True, writes_cache=True, bad_words=[], grammar=None)
     while any(lane.end is None for lane in job.lanes):
@@ -82,11 +82,11 @@ def test_S16_samples_past_31_bits_are_answered_also_after_a_restart(limit: int):
 def test_S16_numbers_on_the_wire(number: int):
     """What travels between the two processes keeps every bit of its numbers.
 
-    Mutation: `Taken.step` is a float.
+    Mutation: `Acknowledged.step` is a float.
     """
-    message = Tokens(number, 0.5, np.array([number], np.int64).tobytes(), b"", [], [], {}, {})
+    message = StepOutput(number, 0.5, np.array([number], np.int64).tobytes(), b"", [], [], {}, {})
     assert decode_to_api(encode(message)) == message
-    assert decode_to_engine(encode(Taken(number))) == Taken(number)
+    assert decode_to_engine(encode(Acknowledged(number))) == Acknowledged(number)
 
 
 @pytest.fixture(scope="module", params=LIMITS)
@@ -103,7 +103,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Running]:
 def test_S16_what_a_server_tells_of_an_old_engine(server: Running):
     """Streams, usage, figures, metrics and the tree of an engine whose counters pass a limit meanwhile.
 
-    Mutation: `Decoding.shown` adds `np.int32(self.planned)`.
+    Mutation: `DecodeRows.shown` adds `np.int32(self.planned)`.
     """
     body = {"messages": [{"role": "user", "content": "tell me " * 30}], "max_tokens": 30, "seed": 1}
     texts = {server.stream("/v1/chat/completions", body).text() for _ in range(3)}

@@ -44,7 +44,7 @@ def plain(content: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_a_text_is_told_event_by_event():
     """One block, opened empty, filled by deltas and closed; the end says why and how much.
 
-    Mutation: `Opened` carries the block with its first text; `MessagesWriter.piece` does not close the last block.
+    Mutation: `BlockOpened` carries the block with its first text; `MessagesWriter.piece` does not close the last block.
     """
     events = Scripted("Hello you, it is a fine day").events(PATH, body())
     assert all(name == data["type"] for name, data in events)
@@ -242,7 +242,7 @@ def test_thinking_reaches_the_template():
 def test_a_prompt_that_begins_the_thinking():
     """The template has opened it: what the model says first is thinking, without a tag of its own.
 
-    Mutation: `MessagesWriter` gives `Spoken` no prompt.
+    Mutation: `MessagesWriter` gives `AnswerParser` no prompt.
     """
     told = made(Scripted("let me see</think>It is."), thinking={"type": "enabled", "budget_tokens": 2000})
     assert [block.get("thinking") or block.get("text") for block in told["content"]] == ["let me see", "It is."]

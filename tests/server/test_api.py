@@ -21,7 +21,7 @@ def user(text: str, **more) -> dict:
 def test_a_chat_and_the_same_chat_again(server: Running):
     """The second answer is the first one's, and its prompt was cached.
 
-    Mutation: `Begun` is sent without `cached`; `usage_of` leaves the details out.
+    Mutation: `SampleBegun` is sent without `cached`; `usage_of` leaves the details out.
     """
     asked = user(LONG + "again", temperature=0, seed=1, cache_report=True)
     first, second = server.post(CHAT, asked).json, server.post(CHAT, asked).json
@@ -195,7 +195,7 @@ def test_salts_and_requests_that_keep_out_of_the_cache(server: Running):
 def test_S10_a_client_that_leaves(server: Running):
     """While its prompt waits, and in the middle of its stream: nothing runs on for it, and its pages come back.
 
-    Mutation: `_Watched` does not look for the client; `Job.close` drops nothing.
+    Mutation: `_Watched` does not look for the client; `EngineJob.close` drops nothing.
     """
     stream = server.stream(CHAT, user("leave", max_tokens=10000))
     events = stream.events()

@@ -18,7 +18,7 @@ from sapwood.bench.answers import Stream
 from sapwood.bench.client import Client, Failure, place_of
 from sapwood.bench.workloads import Mix, as_words, chats, random_prompts, replayed, shared_prefixes
 from sapwood.cli import main
-from sapwood.sim.trace import Asked
+from sapwood.sim.trace import TraceRequest
 
 from .fake import Fake, Reply
 from .kit import Running, paced_flags
@@ -262,7 +262,11 @@ def test_equal_hash_ids_are_equal_tokens():
 
     Mutation: `block` draws from one generator for all; `replayed` multiplies by `speed`.
     """
-    lines = [Asked(1.0, 1200, 5, (7, 8, 9)), Asked(3.0, 1100, 6, (7, 8, 10)), Asked(4.0, 512, 1, (8,))]
+    lines = [
+        TraceRequest(1.0, 1200, 5, (7, 8, 9)),
+        TraceRequest(3.0, 1100, 6, (7, 8, 10)),
+        TraceRequest(4.0, 512, 1, (8,)),
+    ]
     first, second, third = (session for session in replayed(MIX, lines, 2.0))
     assert [session.due for session in (first, second, third)] == [0.5, 1.5, 2.0]
     a, b, c = (session.turns[0].text for session in (first, second, third))

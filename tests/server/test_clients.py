@@ -50,7 +50,7 @@ def test_openai(real, keyed):
     """Chats, completions, responses, tools, answers of a demanded form, errors, a stream that is left; also many at
     once. All answers are as the client's types say.
 
-    Mutation: `usage_of` leaves the details out; `_chunk` writes no index; `Job.close` drops nothing.
+    Mutation: `usage_of` leaves the details out; `_chunk` writes no index; `EngineJob.close` drops nothing.
     """
     assert run(environment("openai==3.49.0"), "openai_client.py", real, keyed) == WELL
 

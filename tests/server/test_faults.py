@@ -104,7 +104,8 @@ def struck(fault: Any, folder: Path, seconds: float, streams: int) -> None:
 def test_a_fault_during_load(fault, tmp_path):
     """32 clients for a few seconds.
 
-    Mutation: `ProcessStore._bury` starts no other child; `Breaker` never opens; `Gate` waits for a store without end.
+    Mutation: `ProcessStore._bury` starts no other child; `Breaker` never opens; `InterpreterYield` waits for a store
+    without end.
     """
     struck(fault, tmp_path / "store", 6.0, 32)
 

@@ -17,7 +17,7 @@ from sapwood.engine.usercache import cache_folder
 from sapwood.server import private_folder
 from sapwood.server.config import ServerConfig
 from sapwood.server.errors import without_paths
-from sapwood.server.messages import End, Ready, Submit, Tokens
+from sapwood.server.messages import End, Ready, StepOutput, Submit
 from sapwood.server.private_folder import PrivateFolder, sweep
 from sapwood.server.running import _Server
 from sapwood.server.salt_key import salt_key, salt_of
@@ -279,7 +279,7 @@ def test_a_step_that_breaks_shows_no_paths():
 
     def breaks(message: Submit, script: object) -> None:
         end = End(message.number, "error", None, 0, "OSError: cannot read /srv/models/secret/x.bin")
-        app.link._dispatch(Tokens(1, 0.0, b"", b"", [], [end], {}, {}))
+        app.link._dispatch(StepOutput(1, 0.0, b"", b"", [], [end], {}, {}))
         app.link._tell()
 
     app.link._begin = breaks  # type: ignore[assignment,method-assign]

@@ -125,7 +125,7 @@ def test_calls_that_are_demanded(server: Running, choice):
 def test_tools_that_may_be_called(server: Running):
     """With `auto`, an answer without a call is an answer; the model is told of the tools.
 
-    Mutation: `told_of_tools` is not called.
+    Mutation: `with_tools_in_system_prompt` is not called.
     """
     plain = ask(server, max_tokens=3).json["usage"]["prompt_tokens"]
     told = ask(server, max_tokens=3, tools=[TOOL])

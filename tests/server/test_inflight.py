@@ -17,10 +17,10 @@ import pytest
 from sapwood.engine.params import SamplingParams
 from sapwood.server import inflight
 from sapwood.server import link as links
-from sapwood.server.generation import _MOST_TAKEN, Generation, Model, Piece, Prompt
+from sapwood.server.generation import _MOST_TAKEN, Generation, Model, Prompt, TextPiece
 from sapwood.server.http_limits import HOLDS, HttpLimits
 from sapwood.server.inflight import Inflight
-from sapwood.server.link import _LIKELY, _TOKEN, Job
+from sapwood.server.link import _LIKELY, _TOKEN, EngineJob
 from sapwood.server.messages import End
 
 from . import test_http_limits
@@ -312,7 +312,7 @@ class Told(links.EngineLink):
         self.down = "there is none"
 
     def generation(self, lanes: int, top: int | None = None) -> Generation:
-        job = Job(self, 1, lanes, "")
+        job = EngineJob(self, 1, lanes, "")
         params = SamplingParams(n=lanes, logprobs=top)
         return Generation(job, [Prompt(np.array([500], np.int32))], params, tokens().detokenizer, Model("m", None))
 
@@ -338,7 +338,7 @@ def test_what_has_piled_up_is_taken_in_portions(top):
         job.news, most = True, _MOST_TAKEN // (1 + (top or 0))
         got: list[list[int]] = [[], [], []]
         while job.news:
-            pieces: list[Piece] = generation.take()
+            pieces: list[TextPiece] = generation.take()
             assert 0 < sum(len(piece.tokens) for piece in pieces) <= most
             for piece in pieces:
                 assert len(piece.likely) == (len(piece.tokens) if top else 0)
@@ -431,17 +431,17 @@ def test_requests_need_no_garbage_collector(path, leaves, stream, monkeypatch):
     Mutation: `close` does not call `leave`; `wake` keeps the traceback of what it raises.
     """
 
-    class Seen(Job):
+    class Seen(EngineJob):
         __slots__ = ("__weakref__",)
 
-    monkeypatch.setattr(links, "Job", Seen)
+    monkeypatch.setattr(links, "EngineJob", Seen)
 
     async def story() -> None:
         app = Scripted("Hello you")
-        jobs: weakref.WeakSet[Job] = weakref.WeakSet()
+        jobs: weakref.WeakSet[EngineJob] = weakref.WeakSet()
         make = app.link.job
 
-        def job(*given: Any) -> Job:
+        def job(*given: Any) -> EngineJob:
             jobs.add(made := make(*given))
             return made
 

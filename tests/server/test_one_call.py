@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sapwood.server.spoken import Spoken, read_tools
+from sapwood.server.spoken import AnswerParser, read_tools
 
 from .kit import Running
 from .scripted import Scripted, tokens
@@ -128,11 +128,11 @@ def test_what_comes_behind_the_first_call_in_one_piece_is_not_told():
     """A client that is behind gets many tokens as one: it is cut where the second call begins, also if the text ends in
     the same piece.
 
-    Mutation: `_counted` keeps the parts behind the one that is too many; `finish` of `Spoken` forgets `full`.
+    Mutation: `_counted` keeps the parts behind the one that is too many; `finish` of `AnswerParser` forgets `full`.
     """
     tools = read_tools([tool("weather")], None, "hermes", 1)
     for sizes in (1, 7, 10_000):
-        spoken = Spoken(tools, None)
+        spoken = AnswerParser(tools, None)
         parts = [part for at in range(0, len(TWO), sizes) for part in spoken.push(TWO[at : at + sizes])]
         parts += spoken.finish()
         assert spoken.full and spoken.calls == 1

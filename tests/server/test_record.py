@@ -353,7 +353,8 @@ def test_tokens_of_a_replay_are_equal_where_they_were(recorder_of):
     """Prompts that part at random places, from each other and from those that parted before: any two have as many
     tokens in common in the end as they had.
 
-    Mutation: `_begins_like` leaves out the parts of the other block; `Asked.tokens` looks at the first of `parts` only.
+    Mutation: `_begins_like` leaves out the parts of the other block; `TraceRequest.tokens` looks at the first of
+    `parts` only.
     """
     random = np.random.default_rng(11)
     prompts = [TOKENS]

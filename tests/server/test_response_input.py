@@ -149,7 +149,7 @@ def test_input_items_belong_to_their_key_and_go_with_their_response():
 def test_input_items_count_in_the_bounds_of_the_store():
     """What was sent is counted as it is kept: a response whose input is too large is not kept at all.
 
-    Mutation: `Stored.size` counts the body alone.
+    Mutation: `StoredResponse.size` counts the body alone.
     """
     app = Scripted("Hello")
     store = app.serving.responses = ResponseStore(most=10, most_bytes=20_000)

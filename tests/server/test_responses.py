@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sapwood.server.response_store import ResponseStore, Stored
+from sapwood.server.response_store import ResponseStore, StoredResponse
 
 from .scripted import THINKS_AND_CALLS, Script, Scripted, for_clients
 from .venvs import python_with, run
@@ -46,7 +46,7 @@ def plain(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_a_text_is_told_event_by_event():
     """A client that adds up the deltas has the text that each later event tells whole, and no number is left out.
 
-    Mutation: `_event` does not count; `Opened` carries the block with its first text.
+    Mutation: `_event` does not count; `BlockOpened` carries the block with its first text.
     """
     events = Scripted("Hello you, it is a fine day").events(PATH, {"input": "hi"})
     begins = ["created", "in_progress", "output_item.added", "content_part.added"]
@@ -366,13 +366,13 @@ def test_the_store_is_bounded():
     """
     store = ResponseStore(most=3, most_bytes=1000)
     for name in "abc":
-        store.put(name, Stored(None, b"x" * 100, (b"y" * 50,)))
+        store.put(name, StoredResponse(None, b"x" * 100, (b"y" * 50,)))
     assert store.get("a", None) is not None and store.bytes == 450
-    store.put("d", Stored(None, b"", ()))
+    store.put("d", StoredResponse(None, b"", ()))
     assert [name for name in "abcd" if store.get(name, None)] == ["a", "c", "d"]
-    store.put("e", Stored(None, b"x" * 900, ()))
+    store.put("e", StoredResponse(None, b"x" * 900, ()))
     assert [name for name in "acde" if store.get(name, None)] == ["d", "e"] and store.bytes == 900
-    store.put("f", Stored(None, b"x" * 1001, ()))
+    store.put("f", StoredResponse(None, b"x" * 1001, ()))
     assert store.get("f", None) is None and len(store) == 2
     assert store.delete("e", None) and store.bytes == 0
 

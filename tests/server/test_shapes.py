@@ -176,7 +176,7 @@ def chunks(server: Running, **more: Any) -> list[Any]:
 def test_a_chat_as_openai_and_litellm_send_it(server: Running):
     """In one piece and streamed, with usage and log-probabilities, several samples.
 
-    Mutation: `Chunk` has no `created`; `chat_logprobs` leaves `bytes` out; `usage_of` is not in the last chunk.
+    Mutation: `ChatChunk` has no `created`; `chat_logprobs` leaves `bytes` out; `usage_of` is not in the last chunk.
     """
     asked = {"max_tokens": 6, "n": 2, "logprobs": True, "top_logprobs": 2}
     whole = chat(server, **asked)

@@ -22,8 +22,8 @@ from sapwood.server.fair_queue import FairQueue
 from sapwood.server.grammars import _WAITING, Grammars, GrammarsBusy, GrammarSpec
 from sapwood.server.http_limits import HttpLimits, client_of
 from sapwood.server.listen import open_socket
-from sapwood.server.messages import Drop, End, Submit, Tokens
-from sapwood.server.response_store import ResponseStore, Stored
+from sapwood.server.messages import Drop, End, StepOutput, Submit
+from sapwood.server.response_store import ResponseStore, StoredResponse
 
 from . import test_http_limits
 from .kit import Running as Process
@@ -146,8 +146,8 @@ def test_clients_of_a_unix_socket_are_one(tmp_path, monkeypatch):
 # ---- responses that are kept
 
 
-def stored(owner: str | None, size: int = 10) -> Stored:
-    return Stored(owner, b"x" * size, ())
+def stored(owner: str | None, size: int = 10) -> StoredResponse:
+    return StoredResponse(owner, b"x" * size, ())
 
 
 def test_L21_one_key_cannot_push_out_the_responses_of_another():
@@ -315,7 +315,7 @@ def test_a_full_queue_of_grammars_is_no_fault_of_the_request():
 
     def busy(message: Submit, script: object) -> None:
         end = End(message.number, "busy", None, 0, "64 other grammars wait to be compiled: try again later")
-        app.link._dispatch(Tokens(1, 0.0, b"", b"", [], [end], {}, {}))
+        app.link._dispatch(StepOutput(1, 0.0, b"", b"", [], [end], {}, {}))
         app.link._tell()
 
     app.link._begin = busy  # type: ignore[assignment,method-assign]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sapwood.engine.params import SamplingParams
-from sapwood.server.generation import Generation, Model, Piece, Prompt
+from sapwood.server.generation import Generation, Model, Prompt, TextPiece
 from sapwood.server.messages import End
 
 from .kit import Running
@@ -55,10 +55,10 @@ def test_the_end_goes_with_the_last_text(path):
     assert cut == [("one", None), (" two", None), (" three", None), (" four", None), ("", "stop")]
 
 
-def taken(new: list[int], end: End | None, **params: Any) -> list[Piece]:
+def taken(new: list[int], end: End | None, **params: Any) -> list[TextPiece]:
     """What a generation makes of tokens that have come together."""
 
-    async def take() -> list[Piece]:
+    async def take() -> list[TextPiece]:
         link = ScriptedLink(lambda prompt: Script(""))
         job = link.job(1, "")
         (lane,) = job.lanes

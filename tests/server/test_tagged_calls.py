@@ -22,12 +22,12 @@ from sapwood.server.grammars import Grammars, GrammarSpec
 from sapwood.server.tools import (
     MOST_CALLS,
     PARSERS,
-    Call,
     CallArguments,
     CallBegins,
     Content,
     Delta,
     ForcedParser,
+    ToolCall,
     forced_calls,
     gather,
     parser_of,
@@ -83,7 +83,7 @@ def told(form: str, pieces: Any, names: frozenset[str] | None = None) -> list[De
     return [*(delta for piece in pieces for delta in parser.push(piece)), *parser.finish()]
 
 
-def read(form: str, text: str, **more: Any) -> tuple[str, list[Call]]:
+def read(form: str, text: str, **more: Any) -> tuple[str, list[ToolCall]]:
     """The content and the calls of a text, the same in one piece and character by character."""
     whole = gather(told(form, [text], **more))
     assert gather(told(form, text, **more)) == whole
@@ -157,41 +157,46 @@ def test_texts_are_whole(form):
 
 
 ODD = {
-    "one after the other": (QWEN, qwen(text="a") + "\n" + qwen("g"), "", [Call("f", '{"text": "a"}'), Call("g", "{}")]),
+    "one after the other": (
+        QWEN,
+        qwen(text="a") + "\n" + qwen("g"),
+        "",
+        [ToolCall("f", '{"text": "a"}'), ToolCall("g", "{}")],
+    ),
     "text around": (
         QWEN,
         f"Let me see.\n\n{qwen(text='a')}\n\nDone.",
         "Let me see.Done.",
-        [Call("f", '{"text": "a"}')],
+        [ToolCall("f", '{"text": "a"}')],
     ),
     "without the outer tags": (
         *(QWEN, "I call\n<function=f>\n<parameter=text>\na\n</parameter>\n</function>\n and more"),
-        *("I calland more", [Call("f", '{"text": "a"}')]),
+        *("I calland more", [ToolCall("f", '{"text": "a"}')]),
     ),
-    "only the last tag": (QWEN, "<function=g>\n</function>\n</tool_call>", "", [Call("g", "{}")]),
+    "only the last tag": (QWEN, "<function=g>\n</function>\n</tool_call>", "", [ToolCall("g", "{}")]),
     "the last tag but one is missing": (
         *(QWEN, "<tool_call><function=f><parameter=text>a</parameter></tool_call> b"),
-        *("b", [Call("f", '{"text": "a"}')]),
+        *("b", [ToolCall("f", '{"text": "a"}')]),
     ),
     "in one line": (
         *(
             QWEN,
             "<tool_call><function=f><parameter=text>a</parameter><parameter=count>2</parameter></function></tool_call>",
         ),
-        *("", [Call("f", '{"text": "a", "count": 2}')]),
+        *("", [ToolCall("f", '{"text": "a", "count": 2}')]),
     ),
     "glm, one after the other": (
         GLM,
         glm(text="a") + "\n" + glm("g"),
         "",
-        [Call("f", '{"text": "a"}'), Call("g", "{}")],
+        [ToolCall("f", '{"text": "a"}'), ToolCall("g", "{}")],
     ),
     "glm, in one line": (
         *(GLM, "<tool_call>f<arg_key>text</arg_key><arg_value>a</arg_value></tool_call><tool_call>g</tool_call>"),
-        *("", [Call("f", '{"text": "a"}'), Call("g", "{}")]),
+        *("", [ToolCall("f", '{"text": "a"}'), ToolCall("g", "{}")]),
     ),
-    "glm, its last tag once more": (GLM, glm("g") + "a </tool_call> b", "a </tool_call> b", [Call("g", "{}")]),
-    "glm, text around": (GLM, f"See.\n{glm(text='a')} Done.", "See.Done.", [Call("f", '{"text": "a"}')]),
+    "glm, its last tag once more": (GLM, glm("g") + "a </tool_call> b", "a </tool_call> b", [ToolCall("g", "{}")]),
+    "glm, text around": (GLM, f"See.\n{glm(text='a')} Done.", "See.Done.", [ToolCall("f", '{"text": "a"}')]),
 }
 
 
@@ -244,7 +249,7 @@ def test_names_of_the_request(form):
     Mutation: `_naming` does not look at `_names`.
     """
     text = WRITES[form]("other", text="a")
-    assert read(form, text)[1] == [Call("other", '{"text": "a"}')]
+    assert read(form, text)[1] == [ToolCall("other", '{"text": "a"}')]
     assert read(form, text, names=frozenset({"f"})) == (text, [])
 
 
@@ -309,7 +314,7 @@ def test_a_call_that_breaks_after_it_has_begun():
     """
     text = "<tool_call>f\n<arg_key>text</arg_key><arg_value>a</arg_value><arg_key>count</arg_key> 5 </tool_call>"
     content, calls = read(GLM, text + glm("g"))
-    assert (content, calls) == ("5", [Call("f", '{"text": "a"'), Call("g", "{}")])
+    assert (content, calls) == ("5", [ToolCall("f", '{"text": "a"'), ToolCall("g", "{}")])
 
 
 @pytest.mark.parametrize("form", WRITES)
@@ -320,7 +325,7 @@ def test_calls_have_a_bound(form):
     """
     one = WRITES[form]("g")
     content, calls = read(form, one * (MOST_CALLS + 2))
-    assert calls == [Call("g", "{}")] * MOST_CALLS and content == one * 2
+    assert calls == [ToolCall("g", "{}")] * MOST_CALLS and content == one * 2
     if form == QWEN:
         one = "<function=g></function>"
         assert read(form, one * (MOST_CALLS + 2)) == (one * 2, calls)
@@ -498,7 +503,7 @@ def test_granite_writes_objects_between_tags(grammars, tokenizer):
     text = write("f", text="a", thing={"x": 1}) + "\n" + write("g")
     assert holds(grammars, tokenizer, required, text)
     parser = required.parser()
-    calls = [Call("f", '{"text": "a", "thing": {"x": 1}}'), Call("g", "{}")]
+    calls = [ToolCall("f", '{"text": "a", "thing": {"x": 1}}'), ToolCall("g", "{}")]
     assert gather([*parser.push(text), *parser.finish()]) == ("", calls)
     for text in (write("f"), write("g", a=1), write("h"), write("f", text="a", thing={"x": "1"}), "{}"):
         assert not holds(grammars, tokenizer, required, text), text

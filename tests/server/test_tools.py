@@ -17,12 +17,12 @@ from llguidance import LLMatcher, LLTokenizer
 from sapwood.server.tools import (
     MOST_CALLS,
     MOST_TOOLS,
-    Call,
     CallArguments,
     CallBegins,
     Content,
     Delta,
     ForcedParser,
+    ToolCall,
     ToolParser,
     call_id,
     check_tools,
@@ -37,7 +37,7 @@ HARD = {"q": 'a "b" \\ } ] {', "deep": [{"é": [1.5e-3, None, {"x": {}}]}, "</to
 HARD_TEXT = json.dumps(HARD)  # with unicode escapes
 F = '{"name": "f", "arguments": {"a": 1}}'
 G = '{"name": "g", "arguments": {}}'
-CALLED_F, CALLED_G = Call("f", '{"a": 1}'), Call("g", "{}")
+CALLED_F, CALLED_G = ToolCall("f", '{"a": 1}'), ToolCall("g", "{}")
 
 
 def hermes(body: str) -> str:
@@ -50,7 +50,7 @@ def told(make: ToolParser | str, pieces: Iterable[str], **given: Any) -> list[De
     return [*(delta for piece in pieces for delta in parser.push(piece)), *parser.finish()]
 
 
-def read(make: ToolParser | str, text: str, **given: Any) -> tuple[str, list[Call]]:
+def read(make: ToolParser | str, text: str, **given: Any) -> tuple[str, list[ToolCall]]:
     """The content and the calls of a whole text."""
     return gather(told(make, [text], **given))
 
@@ -79,8 +79,13 @@ WELL = {
         *(" Let me see.andDone.\n", [CALLED_F, CALLED_G]),
     ),
     "spaces between": ("hermes", f"\n{hermes(F)}\n\n{hermes(G)}\n", "", [CALLED_F, CALLED_G]),
-    "hard arguments": ("hermes", hermes(f'{{"name": "f", "arguments": {HARD_TEXT}}}'), "", [Call("f", HARD_TEXT)]),
-    "escapes in the name": ("hermes", hermes('{"n\\u0061me": "f\\u00e9", "arguments": {}}'), "", [Call("fé", "{}")]),
+    "hard arguments": ("hermes", hermes(f'{{"name": "f", "arguments": {HARD_TEXT}}}'), "", [ToolCall("f", HARD_TEXT)]),
+    "escapes in the name": (
+        "hermes",
+        hermes('{"n\\u0061me": "f\\u00e9", "arguments": {}}'),
+        "",
+        [ToolCall("fé", "{}")],
+    ),
     "other order, other keys": (
         *("hermes", hermes('{"id": {"name": 7}, "arguments": {"a": 1}, "x": -0.5e+1, "name": "f", "y": true}')),
         *("", [CALLED_F]),
@@ -88,7 +93,7 @@ WELL = {
     "no arguments": ("hermes", hermes('{"name": "g"}'), "", [CALLED_G]),
     "an array": ("hermes", hermes(f"[{F},\n{G}]"), "", [CALLED_F, CALLED_G]),
     "no spaces at all": (
-        *("hermes", '<tool_call>{"name":"f","arguments":{"a":[]}}</tool_call>', "", [Call("f", '{"a":[]}')]),
+        *("hermes", '<tool_call>{"name":"f","arguments":{"a":[]}}</tool_call>', "", [ToolCall("f", '{"a":[]}')]),
     ),
     "llama": ("llama3_json", '{"name": "f", "parameters": {"a": 1}}', "", [CALLED_F]),
     "llama with tag": ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}', "", [CALLED_F]),
@@ -99,7 +104,7 @@ WELL = {
     "mistral, new": ("mistral", '[TOOL_CALLS]f{"a": 1}[TOOL_CALLS]g{}', "", [CALLED_F, CALLED_G]),
     "mistral, new with marks": (
         *("mistral", f"[TOOL_CALLS]f[CALL_ID]a1b2c3d4e[ARGS]{HARD_TEXT}\n[TOOL_CALLS]g[ARGS]{{}} Done."),
-        *("Done.", [Call("f", HARD_TEXT), CALLED_G]),
+        *("Done.", [ToolCall("f", HARD_TEXT), CALLED_G]),
     ),
     "mistral, the mark twice": ("mistral", "[TOOL_CALLS][TOOL_CALLS]g{}", "[TOOL_CALLS]", [CALLED_G]),
     "mistral, one object": ("mistral", f"[TOOL_CALLS]{F}", "", [CALLED_F]),
@@ -180,7 +185,7 @@ def test_a_call_that_breaks_after_it_has_begun():
         (hermes('{"name": "f", "arguments": {"a": 01}}'), "1}}", '{"a": 0'),
         (hermes('{"name": "f", "arguments": {"a": NaN}}'), "NaN}}", '{"a": '),
     ]:
-        assert read("hermes", text) == (content, [Call("f", arguments)])
+        assert read("hermes", text) == (content, [ToolCall("f", arguments)])
         with pytest.raises(ValueError):
             json.loads(arguments)
 
@@ -213,7 +218,7 @@ def test_text_that_is_cut_off():
         if end <= begun:
             assert (content, calls) == (text[:end], [])
         else:
-            assert (content, calls) == ("Hi.", [Call("f", text[begun : min(end, whole)])])
+            assert (content, calls) == ("Hi.", [ToolCall("f", text[begun : min(end, whole)])])
     assert read("mistral", f'[TOOL_CALLS][{F}, {{"name') == (', {"name', [CALLED_F])
     assert read("mistral", f"[TOOL_CALLS][{F}, ") == ("", [CALLED_F])
     assert read("mistral", "[TOOL_CALLS]g{}[TOOL_") == ("[TOOL_", [CALLED_G])
@@ -562,12 +567,12 @@ def test_forced_calls_are_read():
     Mutation: `ForcedParser._opened` does not begin the call; `CallObject` does not know "parameters".
     """
     text = f' [{{"name": "f", "parameters": {HARD_TEXT}}},\n{{"name":"g","parameters":{{}}}}] '
-    assert gather(told(ForcedParser(None), text)) == ("", [Call("f", HARD_TEXT), CALLED_G])
-    assert gather(told(ForcedParser("f"), f" {HARD_TEXT}\n")) == ("", [Call("f", HARD_TEXT)])
+    assert gather(told(ForcedParser(None), text)) == ("", [ToolCall("f", HARD_TEXT), CALLED_G])
+    assert gather(told(ForcedParser("f"), f" {HARD_TEXT}\n")) == ("", [ToolCall("f", HARD_TEXT)])
     parser = ForcedParser("f")
     assert parser.push('{"a') == [CallBegins(0, "f"), CallArguments(0, '{"a')]
     assert parser.finish() == []
-    assert read(ForcedParser(None), text[: text.index('"g')]) == (',\n{"name":', [Call("f", HARD_TEXT)])
+    assert read(ForcedParser(None), text[: text.index('"g')]) == (',\n{"name":', [ToolCall("f", HARD_TEXT)])
     for name in (None, "f"):
         assert read(ForcedParser(name), " I would rather not. [] ") == (" I would rather not. [] ", [])
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sapwood.sim.executor import batch_bytes
-from sapwood.sim.fuzz import Fuzz, Report
+from sapwood.sim.fuzz import Fuzz, FuzzReport
 from sapwood.sim.layouts import LAYOUTS
 
 from ..ages import LIMITS, age
@@ -30,7 +30,7 @@ class Old(Fuzz):
             self.digest.update(name.encode() + table[plan.batch.slots].tobytes())
 
 
-def attacked(layout: str, seed: int, at: int) -> Report:
+def attacked(layout: str, seed: int, at: int) -> FuzzReport:
     return Old(seed, layout, at).run(STEPS)
 
 
@@ -39,7 +39,7 @@ def test_S16_counters_pass_their_limits_under_attack(layout: str) -> None:
     """The same requests, faults and transfers, with every counter at 0 and shortly before a limit: the same plans byte
     for byte, the same ends; contents, invariants and events agree with what is expected at all times.
 
-    Mutation: `Decoding.shown` adds `np.int32(self.planned)`.
+    Mutation: `DecodeRows.shown` adds `np.int32(self.planned)`.
     """
     for seed in (0, 1):  # an even seed has one plan in flight, an odd one two
         young = attacked(layout, seed, 0)

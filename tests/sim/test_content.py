@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sapwood.cache import CacheGroup, Namespace, Operation, PageCopy
-from sapwood.sim.content import ContentDouble, ContentError, Row, prefix_digests
+from sapwood.sim.content import ContentDouble, ContentError, ContentRow, prefix_digests
 
 PAGE = 4
 GROUPS = (
@@ -24,8 +24,8 @@ def double(*names: str, **kwargs: int) -> ContentDouble:
 
 def row(
     name: str, start: int, length: int, group: str = "full", pages=(1, 2, 3), write_from: int = 0, samples: bool = False
-) -> Row:
-    return Row(name, start, length, {group: np.array(pages, np.int32)}, {group: write_from}, samples)
+) -> ContentRow:
+    return ContentRow(name, start, length, {group: np.array(pages, np.int32)}, {group: write_from}, samples)
 
 
 def computed(length: int = 12, group: str = "full") -> ContentDouble:

@@ -18,7 +18,7 @@ from sapwood.cache import CacheGroup, HybridPrefixCache
 from sapwood.scheduler import RequestSpec, Scheduler, StepFailed
 from sapwood.sim import __main__ as command
 from sapwood.sim.executor import ContentExecutor
-from sapwood.sim.fuzz import Fuzz, Report, fuzz
+from sapwood.sim.fuzz import Fuzz, FuzzReport, fuzz
 from sapwood.sim.layouts import LAYOUTS
 
 from ..cache.chaos import fresh_seeds
@@ -113,7 +113,7 @@ def test_another_seed_makes_other_plans() -> None:
 def test_everything_happens() -> None:
     """Over a few seeds every kind of end, fault and pressure has been there, and all that a store can do to a fetch:
     the attack does not pass by idling."""
-    reports: list[Report] = []
+    reports: list[FuzzReport] = []
     total, reasons = dict.fromkeys(COUNTS, 0), set()
     layouts = ("full", "tiny-full+window", "full+state", "full@pair", "full+window@store-evict")
     for seed, layout in itertools.product(range(40), layouts):
@@ -127,7 +127,7 @@ def test_everything_happens() -> None:
     assert total["requests"] == sum(sum(report.ended.values()) for report in reports)
 
 
-COUNTS = [name for name in Report.__dataclass_fields__ if name not in ("layout", "seed", "digest", "ended")]
+COUNTS = [name for name in FuzzReport.__dataclass_fields__ if name not in ("layout", "seed", "digest", "ended")]
 
 
 def found(layout: str, seeds: int = 8, steps: int = 80) -> str:
@@ -308,7 +308,7 @@ def test_who_waited_may_not_adopt_what_was_evicted(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_failure_prints_the_command_that_repeats_it(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    def fails(seed: int, steps: int, layout: str) -> Report:
+    def fails(seed: int, steps: int, layout: str) -> FuzzReport:
         if seed == 5:
             raise AssertionError("page 7 has two owners")
         return fuzz(seed, 1, layout)
@@ -324,7 +324,7 @@ def test_all_layouts_for_a_while(monkeypatch: pytest.MonkeyPatch, capsys) -> Non
     """--count and --layout all: every layout by every seed. --minutes: until the time is over."""
     seen: list[tuple[int, str]] = []
 
-    def notes(seed: int, steps: int, layout: str) -> Report:
+    def notes(seed: int, steps: int, layout: str) -> FuzzReport:
         seen.append((seed, layout))
         return fuzz(0, 1, "full")
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from sapwood.sim.__main__ import main
-from sapwood.sim.trace import BLOCK, Asked, read_trace, replay_trace, unlimited_rate
+from sapwood.sim.trace import BLOCK, TraceRequest, read_trace, replay_trace, unlimited_rate
 
 
 def write(path, lines: list[dict[str, object]]):
@@ -30,7 +30,7 @@ CHATS = [
 def test_a_trace_is_read_in_order_of_arrival(tmp_path):
     """Blocks become tokens, equal where ids are equal; the last block is cut to the length of the input.
 
-    Mutation: `Asked.tokens` does not cut, or `read_trace` does not sort.
+    Mutation: `TraceRequest.tokens` does not cut, or `read_trace` does not sort.
     """
     asked = read_trace(write(tmp_path / "t.jsonl", [CHATS[1], CHATS[0]]))
     assert [one.seconds for one in asked] == [0.0, 60.0]
@@ -78,7 +78,7 @@ NAME = "python -m sapwood.sim replay"
 
 def test_the_bound_counts_blocks_seen_before():
     """Mutation: `unlimited_rate` adds a request's blocks before it counts them."""
-    asked = [Asked(0, 1024, 1, (0, 1)), Asked(1, 1536, 1, (0, 1, 2)), Asked(2, 512, 1, (5,))]
+    asked = [TraceRequest(0, 1024, 1, (0, 1)), TraceRequest(1, 1536, 1, (0, 1, 2)), TraceRequest(2, 512, 1, (5,))]
     assert unlimited_rate(asked) == 2 / 6
 
 

@@ -1,4 +1,4 @@
-"""What the store tests are told with: a server with a store (`Desk`), and real Redis and Mooncake servers."""
+"""What the store tests are told with: a server with a store (`Admission`), and real Redis and Mooncake servers."""
 
 from __future__ import annotations
 

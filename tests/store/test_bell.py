@@ -11,22 +11,22 @@ from typing import Any
 
 import pytest
 
-from sapwood.store.bell import Bell
+from sapwood.store.bell import Wakeup
 
 TIMES = 10**5
 SLOW = 5000  # of these, the first
 
 
 @pytest.fixture(params=["eventfd", "pipe"])
-def bell(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bell:
+def bell(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Wakeup:
     """Of either kind: where the system has no eventfd it is a pipe."""
     if request.param == "pipe":
         monkeypatch.delattr(os, "eventfd", raising=False)
-    return Bell()
+    return Wakeup()
 
 
 @pytest.mark.attack
-def test_s15_no_ring_is_lost(bell: Bell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s15_no_ring_is_lost(bell: Wakeup, monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread posts 10^5 numbers, and rings before and after each; the other clears, looks, and sleeps if there is
     nothing new. At first they take turns in the middle of `ring` and `clear`, and no number is posted before the last
     one was seen; then they go on as fast as they can. The sleeper is always woken, and in the end the bell is silent.
@@ -69,7 +69,7 @@ def test_s15_no_ring_is_lost(bell: Bell, monkeypatch: pytest.MonkeyPatch) -> Non
     assert not sleeper.poll(0), "nobody rings any more"
 
 
-def test_s15_a_bell_that_nobody_clears(bell: Bell) -> None:
+def test_s15_a_bell_that_nobody_clears(bell: Wakeup) -> None:
     """Ringing never waits, however often; one `clear` is enough for all of it, and one more does not wait either.
 
     Mutation: the file blocks; `clear` reads less than all there is.

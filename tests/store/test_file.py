@@ -23,7 +23,7 @@ import pytest
 
 from sapwood.store import Breaker, StoreError, open_store
 from sapwood.store.file import FileBackend
-from sapwood.store.ledger import UNCOUNTED, Ledger, charge
+from sapwood.store.ledger import UNCOUNTED, ByteLedger, charge
 
 from . import kit
 
@@ -117,7 +117,7 @@ while True:
 
 def strays(folder: Path) -> list[str]:
     """What is left in tmp/ after somebody has looked. The kernel may let go of a dead process's locks a moment late."""
-    Ledger(str(folder), 8 * MIB).close()
+    ByteLedger(str(folder), 8 * MIB).close()
     return [path.name for path in (folder / "tmp").iterdir()]
 
 
@@ -169,7 +169,7 @@ def test_t12_t13_three_processes_and_eviction(tmp_path: Path) -> None:
     """Three processes on one folder that holds a quarter of what they write: bytes on disk, temporary files included,
     never pass the limit; all of them hit, none reads a wrong byte, evicting breaks nobody.
 
-    Mutation: `Ledger.take` counts what this process wrote only.
+    Mutation: `ByteLedger.take` counts what this process wrote only.
     """
     folder = tmp_path / "store"
     others = [neighbour(folder, "8MiB", seed, 220, 40) for seed in (1, 2, 3)]
@@ -180,7 +180,7 @@ def test_t12_t13_three_processes_and_eviction(tmp_path: Path) -> None:
     for end in ends:
         word, hits, *bad = end.split()
         assert word == "hits" and int(hits) > 0 and "".join(bad).count(":0") == 7, end
-    ledger = Ledger(str(folder), 8 * MIB)
+    ledger = ByteLedger(str(folder), 8 * MIB)
     assert kit.bytes_in(folder) <= ledger.used() <= 8 * MIB
     ledger.close()
 
@@ -351,7 +351,7 @@ def test_a_ledger_counts_what_others_take_during_a_count(tmp_path: Path) -> None
 
     Mutation: `end_count` leaves out what was owed, or what was taken since.
     """
-    one, two = Ledger(str(tmp_path), 10_000), Ledger(str(tmp_path), 10_000)
+    one, two = ByteLedger(str(tmp_path), 10_000), ByteLedger(str(tmp_path), 10_000)
     one.end_count(one.begin_count(), 0)
     assert two.take(1000) == 0
     mark = one.begin_count()
@@ -371,7 +371,7 @@ def test_a_file_that_goes_during_a_count_is_freed_once(tmp_path: Path) -> None:
 
     Mutation: `remove` unlinks before it takes the lock.
     """
-    one, two = Ledger(str(tmp_path), 10_000), Ledger(str(tmp_path), 10_000)
+    one, two = ByteLedger(str(tmp_path), 10_000), ByteLedger(str(tmp_path), 10_000)
     one.end_count(one.begin_count(), 0)
     for name in "ab":
         assert two.take(charge(1)) == 0
@@ -580,7 +580,7 @@ def test_t20_a_ledger_that_is_damaged_during_a_count(tmp_path: Path) -> None:
 
     Mutation: `end_count` uses what was taken since another record.
     """
-    ledger = Ledger(str(tmp_path), 10_000)
+    ledger = ByteLedger(str(tmp_path), 10_000)
     ledger.end_count(ledger.begin_count(), 0)
     assert ledger.take(5000) == 0
     ledger.settle(5000, 5000)
@@ -643,7 +643,7 @@ def test_t20_what_is_settled_while_the_lock_is_kept(tmp_path: Path) -> None:
 
     Mutation: `settle` forgets what it could not write down.
     """
-    one, two = Ledger(str(tmp_path), 10_000), Ledger(str(tmp_path), 10_000)
+    one, two = ByteLedger(str(tmp_path), 10_000), ByteLedger(str(tmp_path), 10_000)
     one.end_count(one.begin_count(), 0)
     assert one.take(5000) == 0
     with two._locked():

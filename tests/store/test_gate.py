@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 import time
 
-from sapwood.store import Gate
+from sapwood.store import InterpreterYield
 
 
-def passing(gate: Gate, n: int = 1) -> list[threading.Thread]:
+def passing(gate: InterpreterYield, n: int = 1) -> list[threading.Thread]:
     """Threads that give way once."""
     threads = [threading.Thread(target=gate.give_way, daemon=True) for _ in range(n)]
     for thread in threads:
@@ -25,12 +25,12 @@ def over(threads: list[threading.Thread], seconds: float) -> int:
 
 
 def test_an_open_gate_stops_nobody():
-    gate = Gate(patience=60)
+    gate = InterpreterYield(patience=60)
     assert over(passing(gate, 3), 5) == 3
 
 
 def test_a_shut_gate_stops_all_until_it_is_opened():
-    gate = Gate(patience=60)
+    gate = InterpreterYield(patience=60)
     with gate:
         threads = passing(gate, 3)
         assert over(threads, 0.1) == 0
@@ -39,14 +39,14 @@ def test_a_shut_gate_stops_all_until_it_is_opened():
 
 
 def test_nobody_is_stopped_for_longer_than_the_patience():
-    gate = Gate(patience=0.05)
+    gate = InterpreterYield(patience=0.05)
     with gate:
         assert over(passing(gate, 3), 5) == 3
     assert not gate._stopped  # and they are not remembered
 
 
 def test_an_error_opens_it():
-    gate = Gate(patience=60)
+    gate = InterpreterYield(patience=60)
     try:
         with gate:
             threads = passing(gate)
@@ -56,7 +56,7 @@ def test_an_error_opens_it():
 
 
 def test_opened_and_shut_all_the_time_nobody_is_forgotten():
-    gate = Gate(patience=60)
+    gate = InterpreterYield(patience=60)
     rounds = [0] * 3
 
     def work(me: int) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sapwood.store import Breaker, Faults, FaultyBackend, JobDone, Missing, Released, open_store
-from sapwood.store.protocol import Backend, Kept
+from sapwood.store.protocol import Backend, PutResult
 
 from . import kit
 
@@ -359,7 +359,7 @@ def test_t08_a_job_that_had_to_wait_for_others_says_nothing_about_the_store() ->
 
         go_on = threading.Event()
 
-        def slowly(items: Any) -> Iterator[Kept]:
+        def slowly(items: Any) -> Iterator[PutResult]:
             for kept in real(items):
                 yield kept
                 go_on.wait()

@@ -273,7 +273,7 @@ def test_more_than_the_socket_takes() -> None:
     """The process reads nothing for a while, and more is asked than fits between: no call waits, what has to wait is
     bounded and sent on later, and everything is answered.
 
-    Mutation: `Link.send` waits; `Link.flush` forgets what was not sent; or the bound is not looked at.
+    Mutation: `Connection.send` waits; `Connection.flush` forgets what was not sent; or the bound is not looked at.
     """
     with away("memory://", pages=1001, queue_pages=1000) as desk:
         names = range(1000)

@@ -22,7 +22,7 @@ from sapwood.engine.flags import EngineConfig
 
 from .arguments import MOST_TOKENS, number
 from .run import Prompt, Prompts, opened, progress, run, settle
-from .tables import Report
+from .tables import BenchReport
 
 if TYPE_CHECKING:
     from sapwood.engine.core import Engine
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     number(parser, "--repeats", 5, 3, 10**4, "prompts, of whose figures the median is shown")
 
 
-def measure(asked: argparse.Namespace, config: EngineConfig) -> Report:
+def measure(asked: argparse.Namespace, config: EngineConfig) -> BenchReport:
     if not config.enable_prefix_caching:
         raise ValueError("enable_prefix_caching must be True: this measures it")
     with tempfile.TemporaryDirectory(prefix="sapwood-bench-") as folder:
@@ -77,7 +77,7 @@ def measure(asked: argparse.Namespace, config: EngineConfig) -> Report:
             "pages loaded": median(each.loaded for each in found),
             "pages fetched": median(each.fetched for each in found),
         }
-    return Report("cache", _FORMS, figures, [f"medians of {asked.repeats} prompts of {asked.input_len} tokens"])
+    return BenchReport("cache", _FORMS, figures, [f"medians of {asked.repeats} prompts of {asked.input_len} tokens"])
 
 
 def _stages(asked: argparse.Namespace, config: EngineConfig) -> dict[str, list[Found]]:

@@ -25,7 +25,7 @@ from sapwood.sim import MeasuredCost
 from .arguments import number
 from .predict import predicted
 from .run import Prompts, opened, progress, run
-from .tables import Report
+from .tables import BenchReport
 
 if TYPE_CHECKING:
     from sapwood.engine.core import Engine
@@ -44,9 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     number(parser, "--num-prompts", 16, 1, 10**4, "requests of the workload that is predicted")
 
 
-def measure(asked: argparse.Namespace, config: EngineConfig) -> Report:
+def measure(asked: argparse.Namespace, config: EngineConfig) -> BenchReport:
     with opened(replace(config, host_cache="0", store=None, enable_prefix_caching=True)) as engine:
-        meter = Meter(engine, asked.context_len)
+        meter = StepTimer(engine, asked.context_len)
         inputs, outputs = workload(asked.num_prompts, engine.max_model_len)
         with progress(asked.repeats, "calibrate", config.progress) as bar:
             meter.warm()
@@ -62,10 +62,10 @@ def measure(asked: argparse.Namespace, config: EngineConfig) -> Report:
         f"predicted {guess:.2f} s, took {took:.2f} s ({guess / took - 1:+.1%})"
     ]
     more = {"cost": asdict(cost), "predicted": guess, "took": took, "rounds": rounds}
-    return Report("calibrate", _FORMS, meter.figures(), notes, more)
+    return BenchReport("calibrate", _FORMS, meter.figures(), notes, more)
 
 
-class Size(NamedTuple):
+class StepKind(NamedTuple):
     """A kind of step."""
 
     kind: str  # "prefill" or "decode"
@@ -79,7 +79,7 @@ class Size(NamedTuple):
         return f"{self.kind}, {rows} of {self.tokens}, {'shared ' * self.shared}context {self.context}"
 
 
-class Meter:
+class StepTimer:
     """Times steps of an engine, size by size."""
 
     def __init__(self, engine: Engine, context: int) -> None:
@@ -99,19 +99,19 @@ class Meter:
                 f"max_model_len and device_cache must hold contexts of {2 * _SHORT} tokens several times, and steps "
                 f"two tokens; the context is {engine.max_model_len}, and the cache holds {room}"
             )
-        self.prefills = [Size("prefill", 1, n, 0) for n in _sizes(2, most_tokens, 2 if gpu else 4, self.padded)]
-        self.decodes = [Size("decode", n, 1, _SHORT) for n in decodes]
+        self.prefills = [StepKind("prefill", 1, n, 0) for n in _sizes(2, most_tokens, 2 if gpu else 4, self.padded)]
+        self.decodes = [StepKind("decode", n, 1, _SHORT) for n in decodes]
         # What attention reads shows in the difference to one of those above.
         whole = self.prefills[-1]
         parts = min(_PARTS, most_rows, max(1, whole.tokens // 2))
-        self.apart = Size("prefill", parts, whole.tokens // parts, 0)
+        self.apart = StepKind("prefill", parts, whole.tokens // parts, 0)
         self.near = self.apart if gpu else self.prefills[len(self.prefills) // 2]
         self.behind = self.near._replace(context=context)
         rows = min(_MANY if gpu else _FEW, room // (2 * context))
         self.few = max(size for size in self.decodes if size.rows == self.decodes[0].rows or size.rows <= rows)
         self.long = self.few._replace(context=context)
         self.same = self.long._replace(shared=True)
-        self.taken: dict[Size, list[float]] = {}
+        self.taken: dict[StepKind, list[float]] = {}
         self._prompts = Prompts(engine, engine.config.seed)
 
     def warm(self) -> None:
@@ -162,7 +162,7 @@ class Meter:
             str(size): {"step": 1000 * step, "tokens/s": size.rows * size.tokens / step} for size, step in steps.items()
         }
 
-    def prefill(self, size: Size) -> float:
+    def prefill(self, size: StepKind) -> float:
         """Seconds of a step that computes so many tokens of each prompt, behind a context that is cached."""
         begin = self._prompts.one(size.context)
         if size.context:
@@ -175,7 +175,7 @@ class Meter:
                 raise RuntimeError(f"{request.cached} tokens were cached where {size.context} should have been")
         return max(request.times[0] for request in done.requests)
 
-    def decode(self, size: Size) -> float:
+    def decode(self, size: StepKind) -> float:
         """Seconds of a step with so many rows of one token. Their prompts are cached, so that all begin together."""
         begin = self._prompts.one(size.context - self.engine.config.page_size if size.shared else 0)
         prompts = [np.concatenate([begin, rest]) for rest in self._prompts.some(size.rows, size.context - len(begin))]

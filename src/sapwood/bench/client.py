@@ -29,12 +29,12 @@ class Failure(Exception):
         self.detail = detail
 
 
-class Answer(NamedTuple):
+class HttpAnswer(NamedTuple):
     status: int
     body: bytes  # nothing of what was handed on
 
 
-class Place(NamedTuple):
+class ServerAddress(NamedTuple):
     """Where a server is."""
 
     host: str
@@ -43,7 +43,7 @@ class Place(NamedTuple):
     prefix: str  # of every path
 
 
-def place_of(url: str, insecure: bool = False) -> Place:
+def place_of(url: str, insecure: bool = False) -> ServerAddress:
     """ValueError if it is no address of a server. A "/v1" at the end is left out: paths begin with it."""
     parts = urlsplit(url if "://" in url else f"http://{url}")
     try:
@@ -57,13 +57,13 @@ def place_of(url: str, insecure: bool = False) -> Place:
         tls = ssl.create_default_context()
         if insecure:
             tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
-    return Place(parts.hostname, port or (443 if tls else 80), tls, parts.path.rstrip("/").removesuffix("/v1"))
+    return ServerAddress(parts.hostname, port or (443 if tls else 80), tls, parts.path.rstrip("/").removesuffix("/v1"))
 
 
 class Client:
     """Requests to one server. A connection that is free is used again; there are as many as requests at a time."""
 
-    def __init__(self, place: Place, headers: Mapping[str, str], timeout: float) -> None:
+    def __init__(self, place: ServerAddress, headers: Mapping[str, str], timeout: float) -> None:
         """`timeout`: seconds without a byte from the server."""
         self.place = place
         self._timeout = timeout
@@ -72,15 +72,15 @@ class Client:
         own = {"Host": f"{host}:{place.port}", "User-Agent": f"sapwood/{__version__}"}
         self._head = "".join(f"{name}: {_printable(name, value)}\r\n" for name, value in {**own, **headers}.items())
 
-    async def get(self, path: str) -> Answer:
+    async def get(self, path: str) -> HttpAnswer:
         return await self._request("GET", path, b"", None)
 
-    async def post(self, path: str, body: bytes, receive: Receive | None = None) -> Answer:
+    async def post(self, path: str, body: bytes, receive: Receive | None = None) -> HttpAnswer:
         """`receive` gets the body piece by piece if the status is 200. Raises Failure if there is no whole answer; what
         `receive` raises ends the request, and is raised here."""
         return await self._request("POST", path, body, receive)
 
-    async def _request(self, method: str, path: str, body: bytes, receive: Receive | None) -> Answer:
+    async def _request(self, method: str, path: str, body: bytes, receive: Receive | None) -> HttpAnswer:
         about = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if method == "POST" else ""
         head = f"{method} {self.place.prefix}{path} HTTP/1.1\r\n{self._head}{about}\r\n"
         while True:
@@ -128,7 +128,7 @@ class _Connection(asyncio.Protocol):
         self._free = free
         self._timeout = timeout
         self._transport: asyncio.Transport | None = None
-        self._done: asyncio.Future[Answer] | None = None
+        self._done: asyncio.Future[HttpAnswer] | None = None
         self._receive: Receive | None = None
         self._now = 0.0  # when the last bytes came
         self._reset()
@@ -144,7 +144,7 @@ class _Connection(asyncio.Protocol):
     def open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    async def ask(self, request: bytes, receive: Receive | None) -> Answer:
+    async def ask(self, request: bytes, receive: Receive | None) -> HttpAnswer:
         if self._transport is None:
             raise Failure("broken", "the connection was closed")
         self._reset()
@@ -162,7 +162,7 @@ class _Connection(asyncio.Protocol):
             watch.cancel()
             self._done = self._receive = None
 
-    def _watch(self, done: asyncio.Future[Answer]) -> None:
+    def _watch(self, done: asyncio.Future[HttpAnswer]) -> None:
         """Nothing runs for each piece that arrives: this looks when the last one did, and comes again."""
         if done.done():
             return
@@ -233,4 +233,4 @@ class _Connection(asyncio.Protocol):
         if not self._parser.should_keep_alive() and self._transport is not None:
             self._transport.close()
         if self._done is not None and not self._done.done():
-            self._done.set_result(Answer(status, bytes(self._body)))
+            self._done.set_result(HttpAnswer(status, bytes(self._body)))

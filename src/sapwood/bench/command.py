@@ -13,7 +13,7 @@ from sapwood.engine.arguments import add_engine_arguments, engine_config, given_
 from sapwood.engine.preflight import check_start
 
 from . import cache, calibrate, latency, profile, serve, throughput
-from .tables import Report, as_json, as_text, differences, read_json
+from .tables import BenchReport, as_json, as_text, differences, read_json
 
 BENCHES: dict[str, Any] = {  # each with an engine of its own
     "latency": latency,
@@ -55,8 +55,8 @@ def _spelled(arguments: Sequence[str]) -> list[str]:
     return ["profile", *others]
 
 
-def _measure(asked: argparse.Namespace) -> Report:
-    found: Report
+def _measure(asked: argparse.Namespace) -> BenchReport:
+    found: BenchReport
     if asked.bench in SERVER_BENCHES:
         found = SERVER_BENCHES[asked.bench].measure(asked)
     else:

@@ -11,7 +11,7 @@ from sapwood.engine.flags import EngineConfig
 
 from .arguments import MOST_TOKENS, number
 from .run import Prompts, Timed, opened, progress, run
-from .tables import Report
+from .tables import BenchReport
 
 HELP = "time of whole requests, to their first token and between tokens"
 _FORMS = dict.fromkeys(("median", "mean", "p99"), "{:,.1f} ms")
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     number(parser, "--num-iters", 10, 1, 10**6, "batches that are")
 
 
-def measure(asked: argparse.Namespace, config: EngineConfig) -> Report:
+def measure(asked: argparse.Namespace, config: EngineConfig) -> BenchReport:
     """Every batch has new prompts, so that nothing is cached."""
     requests: list[Timed] = []
     warm = asked.num_iters_warmup
@@ -43,7 +43,7 @@ def measure(asked: argparse.Namespace, config: EngineConfig) -> Report:
     if asked.output_len > 1:
         figures["per output token"] = _spread([request.per_token for request in requests])
     cached = sum(request.cached for request in requests)
-    return Report("latency", _FORMS, figures, [f"{len(requests)} requests, {cached} prompt tokens cached"])
+    return BenchReport("latency", _FORMS, figures, [f"{len(requests)} requests, {cached} prompt tokens cached"])
 
 
 def _spread(seconds: Sequence[float]) -> dict[str, float]:

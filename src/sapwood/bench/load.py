@@ -17,7 +17,7 @@ from .client import Client, Failure
 from .workloads import Session, Turn, as_words
 
 
-class Run(NamedTuple):
+class LoadResult(NamedTuple):
     """What came of a workload."""
 
     heard: list[Heard]
@@ -39,7 +39,7 @@ class Sender:
         self._chat = path.endswith("/chat/completions")
         self._limit = limit
 
-    async def drive(self, sessions: Iterable[Session], bar: Any) -> Run:
+    async def drive(self, sessions: Iterable[Session], bar: Any) -> LoadResult:
         """`bar` is told of every request that ends."""
         places = nullcontext() if self._limit is None else asyncio.Semaphore(self._limit)
         drive = _Drive(self, places, bar)
@@ -51,7 +51,7 @@ class Sender:
                     await asyncio.sleep(max(0.0, due - time.perf_counter()))
                     users.create_task(drive.talk(session, due))
             seconds, used = time.perf_counter() - begin, time.process_time() - cpu
-        return Run(drive.heard, drive.failed, drive.details, seconds, used / seconds, drive.late)
+        return LoadResult(drive.heard, drive.failed, drive.details, seconds, used / seconds, drive.late)
 
     async def send(self, asked: Mapping[str, Any], output: int) -> Heard:
         """Raises Failure."""

@@ -21,7 +21,7 @@ PEERS = ("transformers",)
 _PAGE = 256  # tokens, of transformers' continuous batching
 
 
-class Done(NamedTuple):
+class PeerResult(NamedTuple):
     """What an engine has done: the time it took, and the tokens it has generated."""
 
     seconds: float
@@ -30,7 +30,7 @@ class Done(NamedTuple):
 
 def measure_peers(
     files: Any, config: EngineConfig, warm: Prompt, prompts: list[Prompt], output: int, max_batch_tokens: int
-) -> dict[str, Done]:
+) -> dict[str, PeerResult]:
     """Continuous batching (what `generate_batch` does once it is set up) and `generate`, each after a first request
     that is not counted."""
     import torch
@@ -50,7 +50,7 @@ def measure_peers(
                 generate([warm])
                 begin = time.perf_counter()
                 tokens = generate(prompts)
-                done[name] = Done(time.perf_counter() - begin, tokens)
+                done[name] = PeerResult(time.perf_counter() - begin, tokens)
             del model, generate
             bar.update(1)
             if tokens != output * len(prompts):

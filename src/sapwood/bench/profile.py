@@ -25,7 +25,7 @@ from sapwood.engine.flags import EngineConfig
 from .arguments import MOST_TOKENS, number
 from .parts import PARTS, Ran, replaced, traced
 from .run import Prompt, Prompts, exactly, interrupts, opened, progress, run
-from .tables import Report
+from .tables import BenchReport
 
 if TYPE_CHECKING:
     from sapwood.engine.core import Engine
@@ -49,10 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     number(parser, "--num-iters", 64, 1, 10**4, "steps of each kind that are timed; fewer where they take long")
 
 
-def measure(asked: argparse.Namespace, config: EngineConfig) -> Report:
+def measure(asked: argparse.Namespace, config: EngineConfig) -> BenchReport:
     config = replace(config, host_cache="0", store=None, enable_prefix_caching=True)
     with opened(config) as engine, progress(3 * len(KINDS), "profile", config.progress) as bar:
-        meter = Meter(engine, asked)
+        meter = ProfiledSteps(engine, asked)
         with interrupts() as meter.stop_if_asked, replaced(engine.executor, "begin", meter.noting):
             found = {kind: meter.measured(kind, bar) for kind in KINDS}
     figures: dict[str, dict[str, float]] = {}
@@ -67,11 +67,11 @@ def measure(asked: argparse.Namespace, config: EngineConfig) -> Report:
         f"prefill: {sizes['prefill']}",
         "host: the device does nothing; python: how long Python works in a step, beside the device or not",
     ]
-    tops = [Report(f"{kind}: what takes longest", _TOP_FORMS, steps.longest()) for kind, steps in found.items()]
-    return Report("profile", _FORMS, figures, notes, then=tops)
+    tops = [BenchReport(f"{kind}: what takes longest", _TOP_FORMS, steps.longest()) for kind, steps in found.items()]
+    return BenchReport("profile", _FORMS, figures, notes, then=tops)
 
 
-class Size(NamedTuple):
+class ProfiledSize(NamedTuple):
     """Of a step."""
 
     decodes: int
@@ -83,10 +83,10 @@ class Size(NamedTuple):
         return f"{self.tokens} tokens of {self.prompts} prompt{'s' * (self.prompts > 1)}"
 
 
-class Steps(NamedTuple):
+class StepProfile(NamedTuple):
     """What a step of a kind is, and its seconds."""
 
-    size: Size
+    size: ProfiledSize
     wall: float
     python: float
     ran: dict[str, Ran]
@@ -104,7 +104,7 @@ class Steps(NamedTuple):
         }
 
 
-class Meter:
+class ProfiledSteps:
     """Steps of one kind at a time, timed and seen by the profiler."""
 
     def __init__(self, engine: Engine, asked: argparse.Namespace) -> None:
@@ -112,7 +112,7 @@ class Meter:
         self.stop_if_asked: Callable[[], None] = lambda: None
         self._prompts = Prompts(engine, engine.config.seed)
         self._submitted: list[Sample] = []
-        self._seen: list[Size] = []
+        self._seen: list[ProfiledSize] = []
         most, ahead = engine.sized.max_num_seqs, 1 + engine.scheduler.config.overlap
         rows = asked.batch_size or min(most, _ROWS if self._cuda else _ROWS_CPU)
         # A prompt of the last step may still have its slot.
@@ -139,12 +139,12 @@ class Meter:
         def noted(plan: Any) -> None:
             batch = plan.batch
             prompts, tokens = len(batch.ids) - batch.decodes, int(batch.lengths.sum()) - batch.decodes
-            self._seen.append(Size(batch.decodes, prompts, tokens, int(batch.cached[-1]) if prompts else 0))
+            self._seen.append(ProfiledSize(batch.decodes, prompts, tokens, int(batch.cached[-1]) if prompts else 0))
             begin(plan)
 
         return noted
 
-    def measured(self, kind: str, bar: Any) -> Steps:
+    def measured(self, kind: str, bar: Any) -> StepProfile:
         """Steps of a kind; `bar` is told when they have begun, when they are timed and when they are traced."""
         bar.set_description(kind)
         feed = self._begun(kind)
@@ -178,7 +178,7 @@ class Meter:
         self.engine.abort([sample for sample in self._submitted if sample.finish_reason is None])
         while self.engine.loop.step().in_flight:
             pass
-        return Steps(size, wall, python, ran)
+        return StepProfile(size, wall, python, ran)
 
     def _begun(self, kind: str) -> Callable[[], object]:
         """Begin what a kind of step needs. Returns what is to be done before every step."""
@@ -209,7 +209,7 @@ class Meter:
         self.stop_if_asked()
         self.engine.rest(1.0)
 
-    def _alike(self, kind: str) -> Size:
+    def _alike(self, kind: str) -> ProfiledSize:
         """What the steps were. An error if one was of another kind: then figures would not be what they say."""
         for size in self._seen:
             if size.decodes != self._decodes[kind] or bool(size.prompts) != (kind != "decode"):

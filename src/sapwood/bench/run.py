@@ -35,7 +35,7 @@ class Timed(NamedTuple):
         return (self.times[-1] - self.times[0]) / (len(self.times) - 1)
 
 
-class Run(NamedTuple):
+class TimedRun(NamedTuple):
     """Requests that were submitted together."""
 
     seconds: float
@@ -71,7 +71,7 @@ def free_memory() -> None:
 
 def run(
     engine: Engine, prompts: Sequence[Prompt], outputs: Sequence[int], salt: str | None = None, bar: Any = None
-) -> Run:
+) -> TimedRun:
     """All prompts at once, each with exactly so many tokens for an answer. `salt` keeps them apart from other runs;
     `bar` is told of every request that ends."""
     for prompt, output in zip(prompts, outputs, strict=True):
@@ -103,7 +103,7 @@ def run(
             stop_if_asked()
             engine.rest(1.0)
     seconds = time.perf_counter() - begin
-    return Run(seconds, [Timed(times[sample.id], sample.cached) for sample in samples])
+    return TimedRun(seconds, [Timed(times[sample.id], sample.cached) for sample in samples])
 
 
 @contextmanager

@@ -16,12 +16,12 @@ from sapwood.sim.trace import read_trace
 
 from .run import progress
 from .serve_arguments import ENDPOINTS, add_arguments, headers, settle
-from .tables import Report
+from .tables import BenchReport
 from .workloads import Mix, Session, Turn, chats, random_prompts, replayed, shared_prefixes
 
 if TYPE_CHECKING:  # these need what `sapwood[server]` brings, and help does not
     from .client import Client
-    from .load import Run
+    from .load import LoadResult
 
 __all__ = ["HELP", "add_arguments", "measure"]
 
@@ -36,7 +36,7 @@ _LATE = 0.1  # seconds after its time at which a request is worth a word
 _BUSY = 0.8  # of a core, at which this client may be what is slow
 
 
-def measure(asked: argparse.Namespace) -> Report:
+def measure(asked: argparse.Namespace) -> BenchReport:
     """Fills in what `asked` leaves open. Raises ValueError for what cannot be asked, RuntimeError if nothing could be
     measured."""
     settle(asked)
@@ -55,7 +55,7 @@ def measure(asked: argparse.Namespace) -> Report:
     if asked.by_ids:
         notes.append("answers have no text: tokens were told apart by their ids (return_token_ids)")
     more = {"failures": dict(run.failed), "seconds": run.seconds, "client_busy": run.busy}
-    return Report("serve", _FORMS, _figures(run), notes, more)
+    return BenchReport("serve", _FORMS, _figures(run), notes, more)
 
 
 def _workload(asked: argparse.Namespace, mix: Mix) -> tuple[int, Iterator[Session]]:
@@ -71,7 +71,7 @@ def _workload(asked: argparse.Namespace, mix: Mix) -> tuple[int, Iterator[Sessio
     return count, random_prompts(mix, count)
 
 
-async def _run(asked: argparse.Namespace, mix: Mix, requests: int, sessions: Iterator[Session]) -> Run:
+async def _run(asked: argparse.Namespace, mix: Mix, requests: int, sessions: Iterator[Session]) -> LoadResult:
     from .answers import SILENT
     from .client import Client, place_of
     from .load import Sender
@@ -152,7 +152,7 @@ def _allow_connections(count: int) -> None:
 # ---- figures
 
 
-def _figures(run: Run) -> dict[str, dict[str, float]]:
+def _figures(run: LoadResult) -> dict[str, dict[str, float]]:
     heard = run.heard
     several = [each for each in heard if each.output > 1 and len(each.times) > 1]
     rows = {"first token": _spread([each.times[0] - each.sent for each in heard])}
@@ -179,11 +179,11 @@ def _spread(seconds: Sequence[float] | Any) -> dict[str, float]:
     return {"median": float(np.median(values)), "mean": float(values.mean()), "p90": float(p90), "p99": float(p99)}
 
 
-def _rate(count: int, run: Run) -> dict[str, float]:
+def _rate(count: int, run: LoadResult) -> dict[str, float]:
     return {"in all": count, "a second": count / run.seconds}
 
 
-def _notes(run: Run) -> list[str]:
+def _notes(run: LoadResult) -> list[str]:
     heard = run.heard
     at_a_time = sum(each.end - each.sent for each in heard) / run.seconds
     pieces = sum(len(each.times) for each in heard) / max(1, sum(each.output for each in heard))
@@ -200,6 +200,6 @@ def _notes(run: Run) -> list[str]:
     return notes
 
 
-def _failures(run: Run) -> str:
+def _failures(run: LoadResult) -> str:
     said = ((kind, count, run.details[kind]) for kind, count in run.failed.most_common())
     return "; ".join(f"{count} x {kind}" + (f" ({detail})" if detail else "") for kind, count, detail in said)

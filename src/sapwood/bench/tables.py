@@ -12,7 +12,7 @@ from sapwood import __version__
 Figures = Mapping[str, Mapping[str, float]]  # row -> column -> number
 
 
-class Report(NamedTuple):
+class BenchReport(NamedTuple):
     """What a bench has found. `forms` says how the numbers of a column are written, such as "{:.1f} ms"."""
 
     bench: str
@@ -21,10 +21,10 @@ class Report(NamedTuple):
     notes: Sequence[str] = ()
     more: Mapping[str, Any] = {}  # besides, in the JSON alone
     settings: Mapping[str, Any] = {}  # what was asked for: flags and sizes
-    then: Sequence[Report] = ()  # tables below, by what they are of
+    then: Sequence[BenchReport] = ()  # tables below, by what they are of
 
 
-def as_text(report: Report, older: Figures | None = None) -> str:
+def as_text(report: BenchReport, older: Figures | None = None) -> str:
     """The table, with the ratio to an older run behind every column that both have."""
     rows = report.figures
     columns = [["", *rows]]
@@ -46,7 +46,7 @@ def _ratio(now: float | None, before: float | None) -> str:
     return f"{now / before:.2f} x" if now is not None and before else ""
 
 
-def as_json(report: Report) -> dict[str, Any]:
+def as_json(report: BenchReport) -> dict[str, Any]:
     return {
         "bench": report.bench,
         "sapwood": __version__,
@@ -76,7 +76,7 @@ def _are_figures(read: Any) -> bool:
     )
 
 
-def differences(report: Report, older: Mapping[str, Any]) -> list[str]:
+def differences(report: BenchReport, older: Mapping[str, Any]) -> list[str]:
     """Settings in which an older run was another one, a line each: such ratios compare two things."""
     ours, theirs = dict(report.settings), older.get("settings")
     theirs = theirs if isinstance(theirs, dict) else {}

@@ -10,9 +10,9 @@ import numpy as np
 from sapwood.engine.flags import EngineConfig
 
 from .arguments import MOST_TOKENS, number
-from .peers import PEERS, Done, measure_peers
-from .run import Prompt, Prompts, Run, opened, progress, run
-from .tables import Report
+from .peers import PEERS, PeerResult, measure_peers
+from .run import Prompt, Prompts, TimedRun, opened, progress, run
+from .tables import BenchReport
 
 HELP = "requests and tokens a second, all requests at once"
 _FORMS = {
@@ -34,14 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def measure(asked: argparse.Namespace, config: EngineConfig) -> Report:
+def measure(asked: argparse.Namespace, config: EngineConfig) -> BenchReport:
     if asked.shared_prefix_len >= asked.input_len:
         raise ValueError(
             f"--shared-prefix-len must be less than --input-len, which is {asked.input_len}, "
             f"got {asked.shared_prefix_len}"
         )
     ours = _ours(asked, config)
-    done = {"sapwood": Done(ours.run.seconds, sum(len(request.times) for request in ours.run.requests))}
+    done = {"sapwood": PeerResult(ours.run.seconds, sum(len(request.times) for request in ours.run.requests))}
     forms = dict(_FORMS)
     if asked.peer is not None:
         done |= measure_peers(ours.files, config, ours.warm, ours.prompts, asked.output_len, ours.max_batch_tokens)
@@ -52,13 +52,13 @@ def measure(asked: argparse.Namespace, config: EngineConfig) -> Report:
     figures["sapwood"]["cached"] = cached / (asked.num_prompts * asked.input_len)
     for name in [*done][1:]:
         figures[name]["sapwood does"] = figures["sapwood"]["output tokens/s"] / figures[name]["output tokens/s"]
-    return Report("throughput", forms, figures)
+    return BenchReport("throughput", forms, figures)
 
 
 class _Ours(NamedTuple):
     """What our engine has done, and what another needs to do the same."""
 
-    run: Run
+    run: TimedRun
     warm: Prompt
     prompts: list[Prompt]
     files: Any  # of the model
@@ -81,7 +81,7 @@ def _prompts(random: Prompts, asked: argparse.Namespace) -> list[Prompt]:
     return [np.concatenate([prefix, each]) for each in rest]
 
 
-def _figures(done: Done, prompts: list[Prompt]) -> dict[str, float]:
+def _figures(done: PeerResult, prompts: list[Prompt]) -> dict[str, float]:
     read = sum(len(prompt) for prompt in prompts)
     return {
         "requests/s": len(prompts) / done.seconds,

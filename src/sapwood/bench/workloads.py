@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sapwood.sim.trace import BLOCK, Asked
+from sapwood.sim.trace import BLOCK, TraceRequest
 
 Tokens = npt.NDArray[np.int32]
 _NONE = np.zeros(0, np.int32)
@@ -106,7 +106,7 @@ def chats(mix: Mix, users: int, turns: int, think: float, groups: int, prefix: i
         yield Session(due, [mix.turn(random, pause) for pause in pauses], systems[user % groups])
 
 
-def replayed(mix: Mix, asked: Sequence[Asked], speed: float) -> Iterator[Session]:
+def replayed(mix: Mix, asked: Sequence[TraceRequest], speed: float) -> Iterator[Session]:
     """The requests of a trace at its times, divided by `speed`. Equal hash ids become equal tokens."""
 
     @lru_cache(_BLOCKS_KEPT)

@@ -1,6 +1,6 @@
 """The hybrid, hierarchical prefix cache: what is remembered. numpy and the standard library only; no clock, no I/O."""
 
-from .admission import Keep
+from .admission import Reserve
 from .begins import NEAR_TOKENS
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from .explain import Explanation
@@ -13,9 +13,9 @@ from .load import Landed
 from .namespace import Namespace
 from .pool import PoolError
 from .publish import Replaced
-from .stays import Stayed
+from .stays import PinnedOnHost
 from .steps import Commit
-from .stored import Missing, StoreOperation
+from .stored import MissingPages, StoreOperation
 from .tokens import token_bytes
 from .transfer import Operation
 
@@ -31,18 +31,18 @@ __all__ = [
     "Family",
     "HybridPrefixCache",
     "KVEvent",
-    "Keep",
     "Landed",
     "Lease",
     "Match",
-    "Missing",
+    "MissingPages",
     "Namespace",
     "Operation",
     "PageCopy",
+    "PinnedOnHost",
     "PoolError",
     "Replaced",
+    "Reserve",
     "Span",
-    "Stayed",
     "StoreOperation",
     "held_events",
     "register_family",

@@ -22,7 +22,7 @@ from .transfer import Operation, Transfer
 from .tree import Tree
 
 
-class Wish(NamedTuple):
+class Demand(NamedTuple):
     """What an admission will read and take, found without changing anything."""
 
     depth: int  # the anchor
@@ -34,7 +34,7 @@ class Wish(NamedTuple):
     need: dict[int, int]  # device pages to take
 
 
-class Keep(NamedTuple):
+class Reserve(NamedTuple):
     """What an admission must leave for others, or sees ahead for itself. Every page it counts is one that closed
     groups could not get back; groups that slide only keep a page for each running row."""
 
@@ -44,12 +44,12 @@ class Keep(NamedTuple):
     least: int = 0  # the fewest tokens worth starting with, where groups that slide are short; 0: all that was asked
 
 
-NOTHING_KEPT = Keep()
+NOTHING_KEPT = Reserve()
 _NO_SLOTS: dict[int, int] = {}
 _Window = tuple[int, int, int, bytes]  # a group, the columns [low, end) it reads, and the pages there
 
 
-class Desk:
+class Admission:
     """Where requests come in."""
 
     def __init__(self, tree: Tree, room: Room, loads: Loads) -> None:
@@ -57,7 +57,7 @@ class Desk:
         self.room = room
         self.loads = loads
 
-    def wish(self, match: Match, upto: int) -> Wish:
+    def wish(self, match: Match, upto: int) -> Demand:
         """What it takes to admit `match` and give it pages up to token `upto`."""
         tree = self.tree
         path, boundary = match.path, match.boundary
@@ -100,9 +100,9 @@ class Desk:
             need[g] = 1
         for g, (wanted, _) in load.items():
             need[g] += len(wanted)
-        return Wish(depth, spans, tables, load, joined, seeds, need)
+        return Demand(depth, spans, tables, load, joined, seeds, need)
 
-    def _less(self, match: Match, wish: Wish, need: dict[int, int]) -> dict[int, int]:
+    def _less(self, match: Match, wish: Demand, need: dict[int, int]) -> dict[int, int]:
         """By group: device pages that eviction could have taken, and that this admission is going to read."""
         tree = self.tree
         pinned = self._would_pin(match.path, wish.depth)
@@ -178,7 +178,7 @@ class Desk:
             pinned += min(node.device.count, depth - node.start)
         return pinned
 
-    def admit(self, match: Match, upto: int, keep: Keep) -> tuple[Lease, Operation | None] | None:
+    def admit(self, match: Match, upto: int, keep: Reserve) -> tuple[Lease, Operation | None] | None:
         """A lease on everything `match` promised, with private pages up to token `upto`; or None, nothing changed."""
         tree, room = self.tree, self.room
         if match.sibling is None:
@@ -216,7 +216,7 @@ class Desk:
             self.extend(lease, {g: wish.need[g] for g in tree.paged if wish.need[g]})
         return lease, operation
 
-    def _admit_resident(self, match: Match, upto: int, keep: Keep) -> Lease | None:
+    def _admit_resident(self, match: Match, upto: int, keep: Reserve) -> Lease | None:
         """`admit`, if everything it reads is on the device and free pages are enough, as mostly; slots may have to be
         evicted. None if it is not so; then nothing has changed."""
         tree, path = self.tree, match.path
@@ -257,7 +257,7 @@ class Desk:
             self._will_snapshot(lease, match)
         return lease
 
-    def _windows_here(self, match: Match, depth: int, columns: int, keep: Keep) -> list[_Window] | None:
+    def _windows_here(self, match: Match, depth: int, columns: int, keep: Reserve) -> list[_Window] | None:
         """Of groups that are not closed: what a lease reads, if that is one run of pages of the device and there are
         free pages for the rest."""
         tree, boundary = self.tree, match.boundary
@@ -315,7 +315,7 @@ class Desk:
             page = match.tokens[(cut - 1) * size : cut * size]
             makers.setdefault(cut, {}).setdefault(page, []).append(lease)
 
-    def _ahead(self, wish: Wish, upto: int, keep: Keep) -> dict[int, int]:
+    def _ahead(self, wish: Demand, upto: int, keep: Reserve) -> dict[int, int]:
         """What must be there for the admission and what is to be kept beside it."""
         tree = self.tree
         size = tree.page_size
@@ -327,7 +327,7 @@ class Desk:
             need[g] += keep.rows
         return need
 
-    def _shrunk(self, match: Match, wish: Wish, upto: int, keep: Keep, less: dict[int, int]) -> int:
+    def _shrunk(self, match: Match, wish: Demand, upto: int, keep: Reserve, less: dict[int, int]) -> int:
         """How far groups that slide could give pages now, if that is worth it and less than asked; or 0."""
         if not keep.least or wish.load or wish.joined:
             return 0
@@ -338,7 +338,7 @@ class Desk:
             fewer = min(fewer, (len(wish.tables[g]) // 4 + there) * size)
         return fewer if match.start + keep.least <= fewer < upto else 0
 
-    def admit_from_zero(self, match: Match, upto: int, keep: Keep) -> tuple[Lease, Operation | None] | None:
+    def admit_from_zero(self, match: Match, upto: int, keep: Reserve) -> tuple[Lease, Operation | None] | None:
         """The last way in, when the one slot a request could have is taken by the snapshot it would start from, and
         nobody is going to give one back: compute from the beginning, and let the snapshot go."""
         tree = self.tree
@@ -354,7 +354,7 @@ class Desk:
         first = min([upto - start, *(cut * tree.page_size for cut in match.cuts)])
         return self.admit(match, max(1, first), keep)
 
-    def _open(self, match: Match, wish: Wish) -> Lease:
+    def _open(self, match: Match, wish: Demand) -> Lease:
         """Pin the path and read the pages the lease needs of it."""
         tree = self.tree
         lease, nodes = self._anchored(match, wish.depth)
@@ -408,7 +408,7 @@ class Desk:
         lease.start = start if start < match.length else match.length - 1
         return lease, nodes
 
-    def _read_loose(self, lease: Lease, g: int, wish: Wish) -> None:
+    def _read_loose(self, lease: Lease, g: int, wish: Demand) -> None:
         spans, table = wish.spans[g], wish.tables[g]
         lease.tables[g] = table
         lease.upto[g] = len(table) // 4

@@ -9,28 +9,36 @@ import numpy.typing as npt
 
 from .group import DEVICE, HOST, TIERS
 from .hashes import chain
-from .lease import Holder, Lease
+from .lease import Lease, PinHolder
 from .load import Loads
 from .node import Node, Root
 from .pool import FLIGHT, FREE, LEASE, TREE, UNHOOKED, Ids
 from .runs import Ranges
-from .stays import Stays
-from .steps import Steps
-from .stored import Stored
+from .stays import HostPins
+from .steps import StepCommits
+from .stored import StoreFetches
 from .transfer import Transfer
 from .tree import Tree, as_ids
 
 _HASHED_PAGES = 3000  # verify the hashes of trees up to this size
 
 
-def check(tree: Tree, loads: Loads, stored: Stored, stays: Stays, steps: Steps, leases: dict[Lease, None]) -> None:
+def check(
+    tree: Tree, loads: Loads, stored: StoreFetches, stays: HostPins, steps: StepCommits, leases: dict[Lease, None]
+) -> None:
     """Raise AssertionError with what is wrong."""
     _Check(tree, loads, stored, stays, steps, leases).run()
 
 
 class _Check:
     def __init__(
-        self, tree: Tree, loads: Loads, stored: Stored, stays: Stays, steps: Steps, leases: dict[Lease, None]
+        self,
+        tree: Tree,
+        loads: Loads,
+        stored: StoreFetches,
+        stays: HostPins,
+        steps: StepCommits,
+        leases: dict[Lease, None],
     ) -> None:
         self.tree = tree
         self.loads = loads
@@ -194,7 +202,7 @@ class _Check:
             f"is page {int(ids[wrong][0])}, the tree has {int(theirs[columns[wrong][0]])}"
         )
 
-    def _holder(self, holder: Holder) -> None:
+    def _holder(self, holder: PinHolder) -> None:
         for (tier, g), ids in holder.pages.items():
             if g in self.tree.slots or holder.detached:
                 np.add.at(self.readers[tier][g], as_ids(ids), 1)

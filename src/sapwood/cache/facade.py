@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from . import check as checking
 from . import explain as explaining
-from .admission import NOTHING_KEPT, Desk, Keep
+from .admission import NOTHING_KEPT, Admission, Reserve
 from .events import AllBlocksCleared, KVEvent
 from .explain import Explanation
 from .follow import Follower
@@ -33,11 +33,11 @@ from .readers import count_all
 from .room import Room
 from .save import Saves
 from .snapshots import Snapshots
-from .stays import Stayed, Stays
-from .steps import Commit, Steps
-from .stored import Missing, Stored, StoreOperation
+from .stays import HostPins, PinnedOnHost
+from .steps import Commit, StepCommits
+from .stored import MissingPages, StoreFetches, StoreOperation
 from .tokens import token_bytes
-from .transfer import Ledger, Operation
+from .transfer import Operation, PendingTransfers
 from .tree import Tree
 from .unhook import unhook
 
@@ -74,17 +74,17 @@ class HybridPrefixCache:
         self.enabled = enabled
         self._tree = tree = Tree(page_size, groups, hashes, events, ghost_bytes)
         self._room = Room(tree)
-        self._ledger = Ledger(tree)
+        self._ledger = PendingTransfers(tree)
         self._publisher = Publisher(tree, save_pages)
         self._saves = Saves(tree, self._room, self._ledger, self._publisher)
         self._loads = Loads(tree, self._ledger)
-        self._stored = Stored(tree, self._room, self._ledger, self._saves)
+        self._stored = StoreFetches(tree, self._room, self._ledger, self._saves)
         self._matcher = Matcher(tree)
-        self._stays = Stays(tree, self._matcher, self._ledger)
-        self._desk = Desk(tree, self._room, self._loads)
+        self._stays = HostPins(tree, self._matcher, self._ledger)
+        self._desk = Admission(tree, self._room, self._loads)
         self._follower = Follower(tree, self._matcher)
         self._snapshots = Snapshots(tree, self._room, self._follower, self._publisher)
-        self._steps = Steps(tree, self._follower, self._publisher, self._snapshots)
+        self._steps = StepCommits(tree, self._follower, self._publisher, self._snapshots)
         self._leases: dict[Lease, None] = {}
         self._index = {group.name: i for i, group in enumerate(groups)}
         self._tally: dict[str, int] = {
@@ -153,7 +153,7 @@ class HybridPrefixCache:
         return self._matcher.nothing(binding, raw, len(raw) // 4, "off")
 
     def admit(
-        self, match: Match, upto: int, *, writes: bool = True, keep: Keep = NOTHING_KEPT
+        self, match: Match, upto: int, *, writes: bool = True, keep: Reserve = NOTHING_KEPT
     ) -> tuple[Lease, Operation | None] | None:
         """A lease for the matched request with pages for its tokens up to `upto`, in all groups; None if one of them
         has no room, with nothing changed. `keep` says what must be left for others, and whether fewer pages will do
@@ -455,7 +455,7 @@ class HybridPrefixCache:
         """A number for an operation that the cache has no part in: one sequence for all of them."""
         return self._ledger.number()
 
-    def missing(self, binding: Binding, tokens: Tokens, least: int) -> Missing | None:
+    def missing(self, binding: Binding, tokens: Tokens, least: int) -> MissingPages | None:
         """What of a prompt is neither on the device nor on host, to its last page that could be served, as the hashes
         by which a store knows it. None if it is fewer than `least` pages, or could not be fetched."""
         self._bound(binding)
@@ -466,7 +466,7 @@ class HybridPrefixCache:
         first = self._matcher.match(binding, raw, len(raw) // 4, HOST).boundary
         if last - first < max(1, least):
             return None
-        return Missing(first, self._stored.hashes(binding._root, raw, first, last))
+        return MissingPages(first, self._stored.hashes(binding._root, raw, first, last))
 
     def servable_run(self, start_page: int, there: Mapping[str, npt.NDArray[Any]]) -> int:
         """If everything before `start_page` is at hand and a store had the pages from there on that `there` says (by
@@ -506,7 +506,7 @@ class HybridPrefixCache:
             raise ValueError(f"pages must be how many have arrived, got {pages!r:.40}")
         return self._stored.fetch_done(_number(op, "fetch"), bool(ok), pages)
 
-    def begin_stay(self, binding: Binding, tokens: Tokens, upto: int) -> Stayed:
+    def begin_stay(self, binding: Binding, tokens: Tokens, upto: int) -> PinnedOnHost:
         """Keep on host what is there of the first `upto` pages of a prompt, for a request that waits to come in, until
         `end_stay` or the end of its namespace. Stays have no more than half of the host pages of any group together:
         `short` tells that this one could have had more. Nothing is held (0) where host has nothing of use, or lacks

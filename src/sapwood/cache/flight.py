@@ -8,7 +8,7 @@ import numpy as np
 
 from .announce import tell_removed
 from .group import DEVICE
-from .lease import Holder, Lease
+from .lease import Lease, PinHolder
 from .node import Node
 from .pool import FLIGHT, TREE, Ids
 from .readers import unread_columns
@@ -65,7 +65,7 @@ class Snapshot(NamedTuple):
     rolling: bool
 
 
-class Flight:
+class StepInFlight:
     """One step between its plan and its event."""
 
     __slots__ = ("ended", "freed", "holders", "opened", "promises", "snapshots", "step")
@@ -76,7 +76,7 @@ class Flight:
         self.snapshots: list[Snapshot] = []
         self.opened: list[Lease] = []  # requests that start from a snapshot, which it copies
         self.ended: list[Lease] = []  # requests that are over, but whose rows still run
-        self.holders: list[Holder] = []  # what its copies and rows read, and nobody else may hold
+        self.holders: list[PinHolder] = []  # what its copies and rows read, and nobody else may hold
         self.freed: list[tuple[int, Ids]] = []  # (group, ids) given out only after that
 
 

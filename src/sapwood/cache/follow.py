@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .flight import Flight, note_promises
+from .flight import StepInFlight, note_promises
 from .group import DEVICE
 from .lease import Lease, hold
 from .match import Matcher
@@ -137,7 +137,9 @@ class Follower:
         if private:
             pool.release(present(private), LEASE)
 
-    def refit(self, lease: Lease, path: Path, boundary: int, depth: int, length: int, held: Flight | None) -> None:
+    def refit(
+        self, lease: Lease, path: Path, boundary: int, depth: int, length: int, held: StepInFlight | None
+    ) -> None:
         """Let a lease go on from `boundary` of its own path (all of it on the device), following closed pages to
         `depth`. Its private pages are given back, after `held` if that still runs: nothing in them is needed."""
         tree = self.tree
@@ -223,7 +225,7 @@ class Follower:
             if node is not None:
                 tree.queues[g, DEVICE].add(node, node.device)
 
-    def adopt(self, lease: Lease, tokens: bytes, position: int, held: Flight | None) -> int:
+    def adopt(self, lease: Lease, tokens: bytes, position: int, held: StepInFlight | None) -> int:
         """Before the next chunk at `position`: take over what others have published since. What it lets go of waits for
         `held`, a doomed step that may touch it. Returns the new position."""
         tree = self.tree
@@ -260,7 +262,7 @@ class Follower:
         path.tier = DEVICE
         return path
 
-    def _follow(self, lease: Lease, path: Path, depth: int, held: Flight | None) -> None:
+    def _follow(self, lease: Lease, path: Path, depth: int, held: StepInFlight | None) -> None:
         """Closed groups go further than the lease follows: give back its unwritten pages and follow."""
         tree = self.tree
         last = next(n for n in reversed(path.nodes) if n.start < depth)

@@ -171,7 +171,7 @@ class Lease:
         self.seed: dict[int, int] = {}  # slot group -> snapshot to start from, read until it has been copied
         self.seed_depth = 0  # and where that stands
         self.working: dict[int, int] = {}  # slot group -> the slot its rows advance
-        self.source: Holder | None = None  # the page a copy on write takes from
+        self.source: PinHolder | None = None  # the page a copy on write takes from
         self.copied = 0  # tokens that copy brings
         self.copied_at = 0  # the step that makes it
         self.uncopied = False  # that step failed
@@ -238,7 +238,7 @@ class Lease:
                 read(tree, self.node, DEVICE, g, low, high)
 
     def seeds(self) -> dict[tuple[int, int], bytes]:
-        """The snapshots it is to start from, as a `Holder` has them."""
+        """The snapshots it is to start from, as a `PinHolder` has them."""
         return {(DEVICE, g): slot.to_bytes(4, "little") for g, slot in self.seed.items()}
 
     def reading(self, g: int) -> Ranges:
@@ -277,7 +277,7 @@ class Lease:
         return ids
 
 
-class Holder:
+class PinHolder:
     """A pin that is not a lease: on a path in some tiers, and on pages of its columns [low, high), until let go.
     Made by `hold`, or right here for what somebody reads already and hands over."""
 
@@ -360,17 +360,17 @@ def hold(
     columns: tuple[int, int],
     pages: dict[tuple[int, int], bytes],
     spans: dict[tuple[int, int], Ranges],
-) -> Holder:
+) -> PinHolder:
     """Pin the path to `node`, and read `pages`, which lie in its columns [low, high); those of groups that are not
     closed at `spans`."""
     read_held(tree, node, pages, spans)
-    return Holder(tree, node, tiers, columns, pages, spans)
+    return PinHolder(tree, node, tiers, columns, pages, spans)
 
 
 def read_held(
     tree: Tree, node: Node, pages: dict[tuple[int, int], bytes], spans: dict[tuple[int, int], Ranges]
 ) -> None:
-    """Become a reader of what a `Holder` of these is going to hold. Closed pages need none: the path is pinned."""
+    """Become a reader of what a `PinHolder` of these is going to hold. Closed pages need none: the path is pinned."""
     for (tier, g), where in spans.items():
         for low, high in where:
             read(tree, node, tier, g, low, high)

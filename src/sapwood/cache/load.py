@@ -13,7 +13,7 @@ from .node import Node
 from .pool import FLIGHT, UNHOOKED, Ids
 from .readers import read
 from .runs import Ranges, pages_in, runs, runs_of, spread
-from .transfer import Ledger, Operation, Parts, Transfer
+from .transfer import Operation, Parts, PendingTransfers, Transfer
 from .tree import Tree, as_ids
 
 
@@ -25,7 +25,7 @@ class Landed(NamedTuple):
 
 
 class Loads:
-    def __init__(self, tree: Tree, ledger: Ledger) -> None:
+    def __init__(self, tree: Tree, ledger: PendingTransfers) -> None:
         self.tree = tree
         self.ledger = ledger
         self.arrived: dict[int, Transfer] = {}  # acknowledged loads that wait for one above them

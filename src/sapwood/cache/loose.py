@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _Heap = list[tuple[int, int, "Node"]]
 
 
-class LooseQueue:
+class PageEvictionQueue:
     """Which nodes may have pages of one group in one tier to give, in what order. At most one entry a node and heap."""
 
     __slots__ = ("alike", "bits", "g", "heaps", "slot", "stale", "tier", "tree")

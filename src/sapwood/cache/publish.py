@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .announce import hash_path, tell_page, tell_stored
-from .flight import Fill, Flight, Promise, is_real, mark, note_promises
+from .flight import Fill, Promise, StepInFlight, is_real, mark, note_promises
 from .group import DEVICE
 from .lease import Lease, Span
 from .node import Node
@@ -40,7 +40,7 @@ class Publisher:
         self.real: list[Span] = []  # what the events of a step have made real, for saving
 
     def publish(
-        self, lease: Lease, tokens: bytes | bytearray, base: int, upto: int, flight: Flight | None, oldest: int
+        self, lease: Lease, tokens: bytes | bytearray, base: int, upto: int, flight: StepInFlight | None, oldest: int
     ) -> list[tuple[int, int]]:
         """Put the pages of `lease` up to `upto` into the tree: promised by `flight`, or real if that is None.
         `tokens` holds the tokens from page `base` on. Returns (group, column) of pages that the tree had already."""
@@ -395,7 +395,9 @@ class Publisher:
 
     # ---- duplicates
 
-    def settle(self, lease: Lease, duplicates: list[tuple[int, int]], held: Flight | None) -> list[tuple[int, int]]:
+    def settle(
+        self, lease: Lease, duplicates: list[tuple[int, int]], held: StepInFlight | None
+    ) -> list[tuple[int, int]]:
         """Give up a lease's duplicates where the tree's page is real; `held`, the newest step in flight, may still read
         and write them. Returns those whose page is not real yet."""
         tree = self.tree

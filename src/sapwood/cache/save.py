@@ -15,13 +15,13 @@ import numpy.typing as npt
 
 from .begins import NEAR, WINDOW, reach, worth
 from .group import DEVICE, HOST
-from .lease import Holder, Span, hold
+from .lease import PinHolder, Span, hold
 from .node import Copy, Node
 from .pool import FLIGHT, TREE
 from .publish import Publisher
 from .room import Room
 from .runs import HOLE, Ranges, picked, runs_of, spread
-from .transfer import Ledger, Operation, Parts, Transfer, host_runs
+from .transfer import Operation, Parts, PendingTransfers, Transfer, host_runs
 from .tree import Cover, Tree
 
 frombuffer = np.frombuffer
@@ -40,7 +40,7 @@ class Wanted(NamedTuple):
 
 
 class Saves:
-    def __init__(self, tree: Tree, room: Room, ledger: Ledger, publisher: Publisher) -> None:
+    def __init__(self, tree: Tree, room: Room, ledger: PendingTransfers, publisher: Publisher) -> None:
         self.tree = tree
         self.room = room
         self.ledger = ledger
@@ -154,7 +154,7 @@ class Saves:
         holder.let_go(self.tree)
         return fits
 
-    def _keep(self, node: Node, boundaries: tuple[int, ...]) -> Holder:
+    def _keep(self, node: Node, boundaries: tuple[int, ...]) -> PinHolder:
         tree = self.tree
         kept: dict[tuple[int, int], bytes] = {}
         spans = {

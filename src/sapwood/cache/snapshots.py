@@ -6,7 +6,7 @@ it goes only then.
 
 from __future__ import annotations
 
-from .flight import Flight, Snapshot
+from .flight import Snapshot, StepInFlight
 from .follow import Follower
 from .group import DEVICE
 from .lease import Lease, PageCopy
@@ -34,7 +34,7 @@ class Snapshots:
             "states_dropped": 0,
         }
 
-    def opening(self, lease: Lease, flight: Flight) -> list[PageCopy]:
+    def opening(self, lease: Lease, flight: StepInFlight) -> list[PageCopy]:
         """The copies that must run before the lease's next batch. Their sources are read until the step is over."""
         tree = self.tree
         if lease.opened:
@@ -57,7 +57,7 @@ class Snapshots:
             lease.source, lease.copied_at = None, flight.step
         return copies
 
-    def checkpoint(self, lease: Lease, page: int, flight: Flight, rolling: bool) -> list[PageCopy]:
+    def checkpoint(self, lease: Lease, page: int, flight: StepInFlight, rolling: bool) -> list[PageCopy]:
         """Copy the working slots, which will stand at the end of `page` pages after the step, into new slots."""
         tree = self.tree
         if not tree.slots or lease.detached or not lease.writes:
@@ -118,7 +118,7 @@ class Snapshots:
                         drop_slot(tree, tree.node_at(lease.node, lease.rolling), DEVICE, g, lease.rolling)
             lease.rolling = page if kept else 0  # what stands there may be somebody else's
 
-    def pass_cuts(self, lease: Lease, upto: int, flights: dict[int, Flight]) -> None:
+    def pass_cuts(self, lease: Lease, upto: int, flights: dict[int, StepInFlight]) -> None:
         """A chunk goes on beyond a cut: unless a checkpoint there is under way, there will be none."""
         passed = [cut for cut in lease.cuts if cut < upto]
         if passed:

@@ -12,12 +12,12 @@ from typing import NamedTuple
 import numpy as np
 
 from .group import HOST
-from .lease import Binding, Holder, hold
+from .lease import Binding, PinHolder, hold
 from .match import Matcher
 from .node import Root
 from .path import Path
 from .pool import Ids
-from .transfer import Ledger, host_runs
+from .transfer import PendingTransfers, host_runs
 from .tree import Tree, as_ids
 
 # Stays hold at most one page in so many of each group. With half of it, those who wait keep what is worth most, and
@@ -25,28 +25,28 @@ from .tree import Tree, as_ids
 _SHARE = 2
 
 
-class Stayed(NamedTuple):
+class PinnedOnHost(NamedTuple):
     """The number of a stay, or 0 if nothing is held; and whether the limit allows less than host has of it."""
 
     stay: int
     short: bool
 
 
-_NOTHING = Stayed(0, False)
+_NOTHING = PinnedOnHost(0, False)
 
 
-class Stays:
-    def __init__(self, tree: Tree, matcher: Matcher, ledger: Ledger) -> None:
+class HostPins:
+    def __init__(self, tree: Tree, matcher: Matcher, ledger: PendingTransfers) -> None:
         self.tree = tree
         self.ledger = ledger
         self.matcher = matcher
-        self.live: dict[int, Holder] = {}
+        self.live: dict[int, PinHolder] = {}
         self.held = [0] * len(tree.groups)  # different host pages that are held
         self.limits = [group.host_pages // _SHARE for group in tree.groups]
         self._times = [np.zeros(0, np.int32) for _ in tree.groups]  # by host page: how many stays hold it
         self._last = 0
 
-    def begin(self, binding: Binding, tokens: bytes, upto: int) -> Stayed:
+    def begin(self, binding: Binding, tokens: bytes, upto: int) -> PinnedOnHost:
         """Hold what host has of the first `upto` pages of a prompt, as far as every group could begin with it."""
         tree, root = self.tree, binding._root
         if not root.hooked or not tree.has_host:
@@ -62,7 +62,7 @@ class Stays:
         short = room < boundary
         if short:
             if not room or len(tree.closed) < len(tree.groups):  # others could not begin at an earlier page
-                return Stayed(0, True)
+                return PinnedOnHost(0, True)
             boundary = room
             pages = {g: ids[:room] for g, ids in pages.items()}
         if not pages:
@@ -78,7 +78,7 @@ class Stays:
             if g in pages
         }
         self.live[self._last] = hold(tree, node, (HOST,), (0, boundary), held, spans)
-        return Stayed(self._last, short)
+        return PinnedOnHost(self._last, short)
 
     def end(self, stay: int) -> None:
         """Let go of it. One that is over already, with its namespace, may be ended again."""

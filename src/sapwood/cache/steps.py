@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .flight import Flight, unmark, withdraw
+from .flight import StepInFlight, unmark, withdraw
 from .follow import Follower
 from .group import DEVICE
-from .lease import Holder, Lease, Span, hold
+from .lease import Lease, PinHolder, Span, hold
 from .pool import FLIGHT, LEASE, Ids
 from .publish import Publisher, Replaced
 from .readers import unread
@@ -30,20 +30,20 @@ class Commit(NamedTuple):
 _NO_NEWS = Commit((), ())
 
 
-class Steps:
+class StepCommits:
     def __init__(self, tree: Tree, follower: Follower, publisher: Publisher, snapshots: Snapshots) -> None:
         self.tree = tree
         self.follower = follower
         self.publisher = publisher
         self.snapshots = snapshots
-        self.flights: dict[int, Flight] = {}
+        self.flights: dict[int, StepInFlight] = {}
         self.unsettled: dict[Lease, list[tuple[int, int]]] = {}  # duplicates of pages that may not be real yet
         self.doomed = 0  # steps up to this one count as failed whatever they say: an earlier one has failed
         self.last = 0  # the newest step whose event has come
         self.newest = 0  # the newest step anybody has told of
         self.counts = {"steps": 0, "steps_failed": 0, "duplicates_freed": 0}
 
-    def flight(self, step: int) -> Flight:
+    def flight(self, step: int) -> StepInFlight:
         """Step `step`, which is being planned."""
         flight = self.flights.get(step)
         if flight is not None and step == self.newest and step > self.doomed:
@@ -52,14 +52,14 @@ class Steps:
             raise ValueError(f"step {step} cannot be planned any more: steps are planned in order, each once")
         return self._known(step)
 
-    def in_flight(self, step: int | None) -> Flight | None:
+    def in_flight(self, step: int | None) -> StepInFlight | None:
         """The step that still reads something, if it does: a plan without news for the cache is not known before."""
         return None if step is None or step <= self.last else self._known(step)
 
-    def _known(self, step: int) -> Flight:
+    def _known(self, step: int) -> StepInFlight:
         flight = self.flights.get(step)
         if flight is None:
-            flight = self.flights[step] = Flight(step)
+            flight = self.flights[step] = StepInFlight(step)
             self.newest = max(self.newest, step)
         return flight
 
@@ -104,7 +104,7 @@ class Steps:
         if flight is not None and flight.promises and step > self.doomed:
             self._keep_promises(flight)
 
-    def _keep_promises(self, flight: Flight) -> None:
+    def _keep_promises(self, flight: StepInFlight) -> None:
         tree, publisher = self.tree, self.publisher
         plain, promises = publisher.plain, flight.promises
         flight.promises = []
@@ -165,7 +165,7 @@ class Steps:
             self._free(freed)
         return fallen
 
-    def _over(self, flight: Flight | None) -> None:
+    def _over(self, flight: StepInFlight | None) -> None:
         """Its event has come: nothing it touched is touched any more."""
         if flight is None:
             return
@@ -184,7 +184,7 @@ class Steps:
 
     # ---- going back
 
-    def _fall_back_all(self, step: int, held: Flight | None) -> list[Lease]:
+    def _fall_back_all(self, step: int, held: StepInFlight | None) -> list[Lease]:
         fallen = []
         tree = self.tree
         roots = [*tree.roots.values(), *tree.unhooked]
@@ -201,7 +201,7 @@ class Steps:
                     fallen.append(lease)
         return fallen
 
-    def fall_back(self, lease: Lease, page: int, held: Flight | None) -> None:
+    def fall_back(self, lease: Lease, page: int, held: StepInFlight | None) -> None:
         """The lease keeps its pages below `page`. What it lets go of stays in flight while a step may touch it."""
         tree = self.tree
         owner = FLIGHT if lease.ended else LEASE
@@ -230,16 +230,16 @@ class Steps:
         mine = [p for (group, column), p in lease.own.items() if group == g and column >= page]
         return np.concatenate([ids[ids != 0], np.array(mine, np.int32)])
 
-    def _stop_reading(self, lease: Lease, pages: dict[tuple[int, int], bytes], held: Flight | None) -> None:
+    def _stop_reading(self, lease: Lease, pages: dict[tuple[int, int], bytes], held: StepInFlight | None) -> None:
         """A detached lease reads these pages no more; a doomed step may, and keeps them until it is over."""
-        holder = Holder(self.tree, lease.root.top, (), (0, 0), pages)
+        holder = PinHolder(self.tree, lease.root.top, (), (0, 0), pages)
         holder.detached = True
         if held is None:
             holder.let_go(self.tree)
         else:
             held.holders.append(holder)
 
-    def _move_anchor(self, lease: Lease, page: int, held: Flight | None) -> None:
+    def _move_anchor(self, lease: Lease, page: int, held: StepInFlight | None) -> None:
         tree = self.tree
         old = lease.node
         reading = {

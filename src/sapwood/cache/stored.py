@@ -17,7 +17,7 @@ import numpy.typing as npt
 from .announce import hash_path
 from .group import HOST
 from .hashes import chain, ensure_hashes
-from .lease import Binding, Holder, Span, hold
+from .lease import Binding, PinHolder, Span, hold
 from .namespace import Namespace
 from .node import Node, Root
 from .path import Path
@@ -25,7 +25,7 @@ from .pool import FLIGHT, Ids
 from .room import Room
 from .runs import Ranges, Run, joined, ranges, runs_of, spread
 from .save import Saves
-from .transfer import Ledger, Transfer
+from .transfer import PendingTransfers, Transfer
 from .tree import Tree, as_ids
 
 _MOST_LATER = 256  # spans that wait for pages above them; beyond it the oldest is dropped, and counted
@@ -43,7 +43,7 @@ class StoreOperation(NamedTuple):
     pages: dict[str, Ids]
 
 
-class Missing(NamedTuple):
+class MissingPages(NamedTuple):
     """The pages of a prompt that are not at hand: hashes from page `first` on, to the last that could be served."""
 
     first: int
@@ -69,14 +69,14 @@ class Fetch(NamedTuple):
     ranges: dict[int, Ranges]
 
 
-class Stored:
-    def __init__(self, tree: Tree, room: Room, ledger: Ledger, saves: Saves) -> None:
+class StoreFetches:
+    def __init__(self, tree: Tree, room: Room, ledger: PendingTransfers, saves: Saves) -> None:
         self.tree = tree
         self.room = room
         self.ledger = ledger
         self.saves = saves
         self.fetches: dict[int, Fetch] = {}
-        self.backups: dict[int, Holder] = {}
+        self.backups: dict[int, PinHolder] = {}
         self.later: list[_Later] = []
         self.whole = saves.everything  # what no group could be served from host, is not fetched
         self.cuts_anywhere = len(tree.closed) == len(tree.groups)  # any first part of what can be served can be served

@@ -12,7 +12,7 @@ import numpy as np
 
 from .announce import tell_stored
 from .group import HOST
-from .lease import Holder, Lease, read_held
+from .lease import Lease, PinHolder, read_held
 from .namespace import Namespace
 from .node import Copy, Node
 from .pool import FLIGHT, TREE, Ids
@@ -34,7 +34,7 @@ class Operation(NamedTuple):
     pages: dict[str, tuple[Ids, Ids]]
 
 
-class Transfer(Holder):
+class Transfer(PinHolder):
     """One save or load between its begin and its acknowledgement: a holder of what it reads."""
 
     __slots__ = ("after", "came", "first", "last", "op", "parts", "ranges", "tier", "waiters")
@@ -54,7 +54,7 @@ class Transfer(Holder):
         spans: dict[tuple[int, int], Ranges],
     ) -> None:
         read_held(tree, node, reads, {})
-        Holder.__init__(self, tree, node, tiers, columns, reads, spans)
+        PinHolder.__init__(self, tree, node, tiers, columns, reads, spans)
         if spans:
             self.counted, tree.quiet[self] = False, None
         self.op = op
@@ -70,7 +70,7 @@ class Transfer(Holder):
         return any(low <= column < high for low, high in self.ranges.get(g, ()))
 
 
-class Ledger:
+class PendingTransfers:
     """Transfers under way, and how what they bring is put into the tree."""
 
     def __init__(self, tree: Tree) -> None:

@@ -16,7 +16,7 @@ from .events import KVEvent
 from .families import Family, family_class
 from .ghosts import Ghosts
 from .group import DEVICE, HOST, TIERS, CacheGroup
-from .loose import LooseQueue
+from .loose import PageEvictionQueue
 from .namespace import Namespace
 from .node import Copy, Node, Root
 from .path import Path, agree
@@ -33,7 +33,7 @@ def as_ids(pages: bytes | bytearray) -> Ids:
     return np.frombuffer(bytes(pages), np.int32)
 
 
-class Shelf:
+class LeafLru:
     """The closed pages of one tier: how many could be evicted, and in what order their leaves go."""
 
     __slots__ = ("evictable", "heap", "stale")
@@ -70,9 +70,9 @@ class Tree:
             for t in self.tiers
         ]
         self.told = self.closed[0] if self.closed else 0  # the group of which events speak
-        self.shelves = [Shelf() for _ in self.tiers]
+        self.shelves = [LeafLru() for _ in self.tiers]
         self.queues = {
-            (i, t): LooseQueue(self, i, t, k)
+            (i, t): PageEvictionQueue(self, i, t, k)
             for k, (i, t) in enumerate((i, t) for i in self.loose + self.slots for t in self.tiers)
         }
         self.hashing = hashing or announcing
@@ -387,7 +387,7 @@ class Tree:
 
     def evict_closed(self, tier: int, need: int) -> None:
         """Free `need` closed pages of a tier: whole leaves, least recently used first, and the last one trimmed.
-        The caller has seen that there are that many (`Shelf.evictable`)."""
+        The caller has seen that there are that many (`LeafLru.evictable`)."""
         shelf = self.shelves[tier]
         while need > 0:
             used, _, node = heappop(shelf.heap)

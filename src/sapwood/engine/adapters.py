@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from .lora_files import AdapterError, ModelShape, in_expert
-from .lora_layers import Forward, Pair, ReadRouting, Routing, stacks
+from .lora_layers import Forward, LoraPair, ReadRouting, Routing, stacks
 from .lora_process import Reader
 from .lora_reader import Placed, told
 
@@ -52,7 +52,7 @@ class Adapter(NamedTuple):
     """The host copy of an adapter: for each module it changes, A and B as the device will hold them, B scaled."""
 
     digest: bytes
-    pairs: dict[str, Pair]
+    pairs: dict[str, LoraPair]
 
     @property
     def nbytes(self) -> int:
@@ -216,13 +216,13 @@ class Adapters:
         """Whatever is being read is given up."""
         self._reader.close()
 
-    def _host_copy(self, module: str, scale: float, a: Tensor, b: Tensor) -> Pair:
+    def _host_copy(self, module: str, scale: float, a: Tensor, b: Tensor) -> LoraPair:
         like = self._wrapped[module].a
-        scaled = Pair(a.to(like.dtype, copy=True), (b.double() * scale).to(like.dtype))
+        scaled = LoraPair(a.to(like.dtype, copy=True), (b.double() * scale).to(like.dtype))
         if not all(tensor.isfinite().all() for tensor in scaled):
             raise AdapterError(f"{module} has values that are not finite in {like.dtype}")
         # Pinned memory, so that an upload waits in the stream and not in the host.
-        return Pair(*(tensor.pin_memory() for tensor in scaled)) if like.is_cuda else scaled
+        return LoraPair(*(tensor.pin_memory() for tensor in scaled)) if like.is_cuda else scaled
 
     def _shape_of(self, head: object, uncalled: set[str]) -> ModelShape:
         """What adapters may change, and why they may not change the rest. `uncalled`: layers that nobody calls."""

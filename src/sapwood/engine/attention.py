@@ -35,7 +35,7 @@ class Decodes(NamedTuple):
     seen: Tensor  # [B, C * page] bool: keys that the token sees
 
 
-class Chunk(NamedTuple):
+class ChunkRow(NamedTuple):
     """A row of several tokens."""
 
     first: int
@@ -45,18 +45,18 @@ class Chunk(NamedTuple):
     keys: int  # how many of them there are
 
 
-class Rows(NamedTuple):
+class AttentionRows(NamedTuple):
     """What a step does in one group."""
 
     pages: Tensor  # [T] where K and V go; 0 for what is there already
     offsets: Tensor
     fresh: Tensor  # those of the pages whose first token comes now, and whose last one does not
     decodes: list[Decodes]
-    chunks: list[Chunk]
+    chunks: list[ChunkRow]
     gather: Gather | None = None  # where the keys of all rows lie, for models that attend by themselves
 
 
-class Asked(NamedTuple):
+class ScoreOptions(NamedTuple):
     """How a layer wants its scores."""
 
     scaling: float
@@ -67,13 +67,13 @@ class Asked(NamedTuple):
 class Attention(Protocol):
     """A way to compute attention over pages."""
 
-    def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Rows, asked: Asked) -> Tensor:
+    def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: AttentionRows, asked: ScoreOptions) -> Tensor:
         """[T, H, Dv] for q [T, H, D], after K and V were written."""
 
 
 def rows_of(
     starts: Ints, lengths: Ints, table: Ints, write_from: Ints, page: int, window: int | None, device: Any
-) -> Rows:
+) -> AttentionRows:
     """What rows that compute [start, start + length) read and write, with `table` [rows, columns] as it is now."""
     ends = starts + lengths
     first = np.maximum(0, starts - window + 1) // page if window else np.zeros_like(starts)
@@ -86,7 +86,7 @@ def rows_of(
     begins = np.cumsum(lengths) - lengths
     single = (lengths == 1).nonzero()[0]
     offsets = positions % page
-    return Rows(
+    return AttentionRows(
         torch.from_numpy(pages).to(device),
         torch.from_numpy(offsets).to(device),
         torch.from_numpy(pages[(offsets == 0) & (pages > 0) & (positions + page > ends[row])]).to(device),
@@ -126,7 +126,7 @@ def _decodes(
     return Decodes(*(torch.from_numpy(each).to(device) for each in (tokens, pages, seen)))
 
 
-def _chunk(begin: int, start: int, end: int, table: Ints, page: int, window: int | None, device: Any) -> Chunk:
+def _chunk(begin: int, start: int, end: int, table: Ints, page: int, window: int | None, device: Any) -> ChunkRow:
     base = (-(-end // page) - len(table)) * page
     seen = None
     if start or (window and end > window):
@@ -136,7 +136,7 @@ def _chunk(begin: int, start: int, end: int, table: Ints, page: int, window: int
             mask &= keys > queries - window
         seen = torch.from_numpy(mask).to(device)
     pages = torch.from_numpy(table.astype(np.int64)).to(device)
-    return Chunk(begin, begin + end - start, pages, seen, end - base)
+    return ChunkRow(begin, begin + end - start, pages, seen, end - base)
 
 
 def _gathered(pages: Tensor, table: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ def _gathered(pages: Tensor, table: Tensor) -> Tensor:
 class PlainAttention:
     """Row by row, in the words of the formula. Runs everywhere; the others are held against it."""
 
-    def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Rows, asked: Asked) -> Tensor:
+    def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: AttentionRows, asked: ScoreOptions) -> Tensor:
         out = q.new_zeros(len(q), q.shape[1], v_pages.shape[3])
         for decodes in rows.decodes:
             for token, table, seen in zip(*decodes, strict=True):
@@ -165,7 +165,7 @@ class PlainAttention:
         return out
 
     @staticmethod
-    def _row(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, seen: Tensor, asked: Asked) -> Tensor:
+    def _row(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, seen: Tensor, asked: ScoreOptions) -> Tensor:
         k, v = k_pages[table].flatten(0, 1), v_pages[table].flatten(0, 1)
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -183,7 +183,7 @@ class FoldedAttention:
     """All decode rows of a part at once, chunks by fused kernels. The query heads that share a K/V head are folded
     into queries of that head, so that neither K nor V is repeated."""
 
-    def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Rows, asked: Asked) -> Tensor:
+    def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: AttentionRows, asked: ScoreOptions) -> Tensor:
         heads, group = k_pages.shape[2], q.shape[1] // k_pages.shape[2]
         sinks = None if asked.sinks is None else asked.sinks.view(heads, group, 1, 1)
         out = q.new_empty(len(q), q.shape[1], v_pages.shape[3])
@@ -206,7 +206,7 @@ class FoldedAttention:
         return out
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, asked: Asked, sinks: Tensor | None) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, asked: ScoreOptions, sinks: Tensor | None) -> Tensor:
     """Fused where torch can; softcaps and sinks by hand. `seen` None: causal, queries and keys from position 0 on."""
     if asked.softcap is None and sinks is None:
         causal = seen is None and q.shape[-2] > 1

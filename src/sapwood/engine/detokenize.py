@@ -19,7 +19,7 @@ TAIL = 6  # tokens of a prompt that are enough for the spaces around the first t
 _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
-class Decoding(Protocol):
+class TextDecoder(Protocol):
     """The text of one sample."""
 
     def push(self, token: int) -> str:
@@ -50,7 +50,7 @@ class Detokenizer:
             return found.encode() if isinstance(found, str) else found
         return self.decode([token], False).encode()
 
-    def stream(self, prompt_tail: Sequence[int], skip_special_tokens: bool) -> Decoding:
+    def stream(self, prompt_tail: Sequence[int], skip_special_tokens: bool) -> TextDecoder:
         """A text that goes on behind the last tokens of a prompt."""
         tail = [int(token) for token in prompt_tail[-TAIL:]]
         if self._tables is not None:

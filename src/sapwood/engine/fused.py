@@ -40,7 +40,7 @@ class Fused:
         self._input: Tensor | None = None
         self._waiting: dict[int, Tensor] = {}  # parts that were computed for `_input` and not asked for yet
         for index, each in enumerate(linears):
-            each.forward = Part(self, index)  # type: ignore[method-assign]
+            each.forward = FusedPart(self, index)  # type: ignore[method-assign]
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., sum of out], all parts side by side."""
@@ -62,7 +62,7 @@ class Fused:
         return y
 
 
-class Part:
+class FusedPart:
     """Stands in for the `forward` of a linear layer that is computed with others."""
 
     def __init__(self, fused: Fused, index: int) -> None:
@@ -76,7 +76,7 @@ class Part:
 def linears_of(module: nn.Module, names: Sequence[str]) -> list[nn.Linear] | None:
     """These layers of a module, if they can be one: all of them there and alike, and none of them fused before."""
     found: list[Any] = [getattr(module, name, None) for name in names]
-    if not all(type(each) is nn.Linear and not isinstance(each.forward, Part) for each in found):
+    if not all(type(each) is nn.Linear and not isinstance(each.forward, FusedPart) for each in found):
         return None
     alike = {(each.in_features, each.weight.dtype, each.weight.device, each.bias is None) for each in found}
     return found if len(alike) == 1 else None

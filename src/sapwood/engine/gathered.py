@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .attention import Ints, Rows
+from .attention import AttentionRows, Ints
 
 if TYPE_CHECKING:
-    from .model import Kept
+    from .model import LayerPages
 
 
 class Gather(NamedTuple):
@@ -47,7 +47,7 @@ class GatheringCache:
 
     is_compileable = False
 
-    def __init__(self, kept: Mapping[int, Kept], rows: Rows) -> None:
+    def __init__(self, kept: Mapping[int, LayerPages], rows: AttentionRows) -> None:
         assert rows.gather is not None
         self._kept, self._rows, self._gather = kept, rows, rows.gather
 

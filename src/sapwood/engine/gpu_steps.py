@@ -28,18 +28,18 @@ from sapwood.scheduler import Event, Plan
 
 from . import recurrent, triton_states
 from . import triton_attention as kernels
-from .attention import Asked
+from .attention import ScoreOptions
 from .graphs import Graphs
-from .link import Link
+from .link import PinnedCopies
 from .model import ServedModel
-from .packing import Packer, Size, Sizes
-from .pieces import Piece, pieces
+from .packing import Packer, Sizes, StepSize
+from .pieces import BatchPiece, pieces
 from .ragged import take_all_tokens
 from .sampling import Logprobs, Sampled
 from .step_buffer import StepBuffer
 from .steps import Hooks, ModelExecutor, Running, Scores
 from .transfer_torch import TorchArena
-from .triton_steps import Begun, Known
+from .triton_steps import DeviceTables, StepInputs
 
 
 class GpuExecutor(ModelExecutor):
@@ -63,8 +63,8 @@ class GpuExecutor(ModelExecutor):
         self._sizes = Sizes(served.kept, self._windows, slots, most_tokens, self.device)
         self._scratch = self._sizes.scratch(self.device)
         self._buffer = StepBuffer(self._sizes.room(tuple(self._windows)), self.device)
-        self._known = Known(dict.fromkeys(self._windows, columns), slots, self.device)
-        self._link = Link(self.device)
+        self._known = DeviceTables(dict.fromkeys(self._windows, columns), slots, self.device)
+        self._link = PinnedCopies(self.device)
         self._packer = Packer(self._sizes, self._known, self._buffer, self._link, served.page_size, self._state)
         self._last = self._known.last
         self._out = torch.zeros((2, min(slots, most_tokens)), dtype=torch.int32, device=self.device)
@@ -94,7 +94,7 @@ class GpuExecutor(ModelExecutor):
             adapted = {key: partial(self._compute_adapted, size) for key, size in sizes.items()}
             self.adapted_graphs.capture(adapted, progress)
 
-    def _compute(self, size: Size) -> Tensor:
+    def _compute(self, size: StepSize) -> Tensor:
         """A step of padded size whose numbers are on the device. The likeliest tokens are taken; all logits are
         there."""
         logits = self._forward(size)
@@ -102,20 +102,20 @@ class GpuExecutor(ModelExecutor):
         self._known.end(tokens, best, self._buffer.device.targets, self._out)
         return logits
 
-    def _compute_adapted(self, size: Size) -> Tensor:
+    def _compute_adapted(self, size: StepSize) -> Tensor:
         """The same with adapters, whose slots are on the device too."""
         adapting = self._adapting(size)
         assert adapting is not None
         with adapting:
             return self._compute(size)
 
-    def _adapting(self, size: Size) -> AbstractContextManager[Any] | None:
+    def _adapting(self, size: StepSize) -> AbstractContextManager[Any] | None:
         return self.hooks.adapting(self._buffer.device.adapters[: size.tokens])
 
     def _can_adapt(self) -> bool:
         return self.hooks.adapting(self._buffer.device.adapters) is not None
 
-    def _forward(self, size: Size, apart: recurrent.Rows | None = None) -> Tensor:
+    def _forward(self, size: StepSize, apart: recurrent.StateRows | None = None) -> Tensor:
         """`apart`: the rows of a step as mixers need them that cannot take all tokens at once."""
         step = self._buffer.device
         begun = self._known.begin(step, size.tokens, size.wanted)
@@ -124,7 +124,7 @@ class GpuExecutor(ModelExecutor):
         items = [items[:n] for items, n in zip(step.items, size.items, strict=True)]
         merges = [merges[:n] for merges, n in zip(step.merges, size.merges, strict=True)]
 
-        def attend(call: int, module: Any, q: Tensor, k: Tensor, v: Tensor, *, asked: Asked, **_: Any) -> Tensor:
+        def attend(call: int, module: Any, q: Tensor, k: Tensor, v: Tensor, *, asked: ScoreOptions, **_: Any) -> Tensor:
             kept = self.served.kept[call]
             values = None if kept.latent else v[0].transpose(0, 1)
             kernels.write(k[0].transpose(0, 1), values, kept.k_pages, kept.v_pages, places[kept.group])
@@ -136,13 +136,13 @@ class GpuExecutor(ModelExecutor):
 
         return self.served.forward(begun.tokens, begun.positions, begun.wanted, attend, states)
 
-    def _states_of(self, size: Size, begun: Begun) -> recurrent.Rows | recurrent.Runs | None:
+    def _states_of(self, size: StepSize, begun: StepInputs) -> recurrent.StateRows | recurrent.Runs | None:
         """The rows of a step of padded size as mixers take them."""
         if self._state is None:
             return None
         if self._ragged:
             return recurrent.Runs(self._buffer.device.whose[: size.tokens], self._buffer.device.runs[: size.runs])
-        return recurrent.Rows(None, torch.arange(size.tokens, device=self.device), begun.states, [])
+        return recurrent.StateRows(None, torch.arange(size.tokens, device=self.device), begun.states, [])
 
     # ---- plans
 
@@ -183,7 +183,7 @@ class GpuExecutor(ModelExecutor):
                 return False
         return self._state is None or self._ragged or int(plan.batch.lengths.max()) == 1
 
-    def _padded(self, plan: Plan, piece: Piece, bucket: int, plain: bool, changes: bool) -> Tensor:
+    def _padded(self, plan: Plan, piece: BatchPiece, bucket: int, plain: bool, changes: bool) -> Tensor:
         """The logits of a piece in a padded size: from a graph, where there is one."""
         key = bucket, int(piece.lengths.max()) == 1
         size, adapters, tokens = self._sizes.known[key], self.hooks.adapter_slots(plan), slice(piece.first, piece.last)
@@ -197,7 +197,7 @@ class GpuExecutor(ModelExecutor):
             return self.graphs.run(key, partial(self._compute, size))
 
     def _as_it_is(
-        self, plan: Plan, piece: Piece, scored: Mapping[int, Any], scores: list[Scores], changes: bool
+        self, plan: Plan, piece: BatchPiece, scored: Mapping[int, Any], scores: list[Scores], changes: bool
     ) -> Tensor:
         """The logits of the rows of a piece that sample, computed in the size that it has. `scores` learns those of
         prompts."""
@@ -231,7 +231,7 @@ class GpuExecutor(ModelExecutor):
     # ---- there and back
 
     def _wanted(
-        self, plan: Plan, piece: Piece, scored: Mapping[int, Any]
+        self, plan: Plan, piece: BatchPiece, scored: Mapping[int, Any]
     ) -> tuple[npt.NDArray[Any], list[tuple[int, int, Tensor]]]:
         """The tokens of a piece whose logits are wanted: those of rows that sample; then, of prompts that are scored,
         all: for each of these (row, position, next tokens)."""

@@ -22,7 +22,7 @@ Move = Callable[[Tensor, Tensor], bool]  # from, to: both int32 and of one size;
 _PARTS, _WORDS = 8, 1 << 19  # of the ring, and of each part: masks of a hundred rows
 
 
-class Link:
+class PinnedCopies:
     """One for each stream of work. On a CPU, and without Triton, torch's own copies."""
 
     def __init__(self, device: torch.device, move: Move | None = None) -> None:

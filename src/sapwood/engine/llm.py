@@ -169,12 +169,12 @@ class LLM:
 
     # ---- inside
 
-    def _submit(self, prompts: Any, params: Any, lora: Any) -> list[_Job]:
+    def _submit(self, prompts: Any, params: Any, lora: Any) -> list[_PromptJob]:
         """All prompts or, with an error for the first that cannot be served, none."""
         some = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         every = _each("sampling_params", SamplingParams() if params is None else params, SamplingParams, len(some))
         loras = _each("lora_request", lora, LoRARequest | None, len(some))
-        jobs: list[_Job] = []
+        jobs: list[_PromptJob] = []
         try:
             for prompt, wanted, adapter in zip(some, every, loras, strict=True):
                 text, ids = self._tokens(prompt)
@@ -182,7 +182,7 @@ class LLM:
                     wanted = replace(wanted, cache_salt=prompt["cache_salt"])
                 id = str(next(self._numbers))
                 samples = self.engine.submit(id, ids, wanted, self._adapter(adapter))
-                jobs.append(_Job(id, text, ids, samples, adapter))
+                jobs.append(_PromptJob(id, text, ids, samples, adapter))
         except BaseException:
             for job in jobs:
                 self.engine.abort(job.samples)
@@ -213,7 +213,7 @@ class LLM:
         known = adapters.names().get(lora.lora_name)
         return known if known is not None else adapters.load(lora.lora_name, lora.lora_path)
 
-    def _run(self, jobs: Sequence[_Job], shown: Any) -> Iterator[None]:
+    def _run(self, jobs: Sequence[_PromptJob], shown: Any) -> Iterator[None]:
         """Step until these are over. Yields whenever one of them has got further."""
         running = [job for job in jobs if not job.over]
         told = {job.id: 0 for job in jobs}
@@ -234,7 +234,7 @@ class LLM:
                 self.engine.abort(job.samples)
             raise
 
-    def _output(self, job: _Job) -> RequestOutput:
+    def _output(self, job: _PromptJob) -> RequestOutput:
         first = job.samples[0]
         miss = None  # also where a store or a neighbour had more than was here when it came
         if first.miss.reason != "hit" and first.cached <= first.miss.position:
@@ -253,7 +253,7 @@ class LLM:
         )
 
 
-class _Job(NamedTuple):
+class _PromptJob(NamedTuple):
     id: str
     prompt: str | None
     ids: list[int]

@@ -54,14 +54,14 @@ class OverlappingExecutor(Protocol):
         still running."""
 
 
-class Done(NamedTuple):
+class FinishedPlan(NamedTuple):
     """A plan with rows, and what became of it."""
 
     plan: Plan
     event: StepDone | StepFailed
 
 
-class _Flight:
+class _BegunPlan:
     """A plan that has begun."""
 
     __slots__ = ("error", "over", "plan")
@@ -79,7 +79,7 @@ class Step(NamedTuple):
     plan: Plan
     events: list[Event]
     ended: list[Ended]
-    done: list[Done]
+    done: list[FinishedPlan]
     over: list[set[str]]  # for each of `done`: rows that nobody waits for any more
     in_flight: int
 
@@ -131,7 +131,7 @@ class EngineLoop:
         halves = hasattr(executor, "begin") and hasattr(executor, "finish")
         self._hands: Any = executor if halves else _AtOnce(executor)
         self._beside = scheduler.config.overlap if halves else 0  # plans that run on while the next is begun
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[_BegunPlan] = deque()
         self._last: Step | None = None
         self._closed = False
         self._told: set[str] = set()  # errors of which a traceback was logged
@@ -163,7 +163,7 @@ class EngineLoop:
         if not plan.empty:
             self.tiers.begin(plan)
             self._begin(plan, rows)
-        done: list[Done] = []
+        done: list[FinishedPlan] = []
         over: list[set[str]] = []
         # One plan is finished; and what could not begin is told as soon as it is its turn, before anything is planned.
         while self._flights and (self._flights[0].error or (not done and self._must_finish(rows))):
@@ -187,7 +187,7 @@ class EngineLoop:
             if isinstance(self._hands, _AtOnce):
                 self._hands.execute(plan)
             return
-        flight = _Flight(plan)
+        flight = _BegunPlan(plan)
         self._flights.append(flight)
         try:
             self._hands.begin(plan)
@@ -199,7 +199,7 @@ class EngineLoop:
             flight.error = RuntimeError(f"interrupted ({type(error).__name__})")
             raise
 
-    def _finish(self, flight: _Flight) -> tuple[Done, list[Ended]]:
+    def _finish(self, flight: _BegunPlan) -> tuple[FinishedPlan, list[Ended]]:
         """What became of a plan, told to the scheduler. If it failed, those begun behind it count as failed too."""
         step = flight.plan.step
         assert step is not None
@@ -226,7 +226,7 @@ class EngineLoop:
         if isinstance(event, StepFailed):
             for later in self._flights:
                 later.over.update(later.plan.batch.ids)
-        return Done(flight.plan, event), ended
+        return FinishedPlan(flight.plan, event), ended
 
     def rest(self, timeout: float | None = None) -> None:
         """Wait while there is nothing to do: until a tier has news, a deadline of the scheduler comes, `wake` is

@@ -262,7 +262,7 @@ class Half(NamedTuple):
         return _shown(self.dtype, self.shape)
 
 
-class Pair(NamedTuple):
+class FilePair(NamedTuple):
     """What a file has for one module: lora_A [rank, in] and lora_B [out, rank]."""
 
     a: Half
@@ -273,7 +273,7 @@ def _shown(dtype: str, shape: Sequence[int]) -> str:
     return f"{dtype} {list(shape)}"
 
 
-def pairs_of(header: bytes, size: int) -> dict[str, Pair]:
+def pairs_of(header: bytes, size: int) -> dict[str, FilePair]:
     """The pairs that a header tells of, by module, in the order of their keys. `size`: the bytes behind it."""
     halves: dict[str, dict[str, Half]] = {}
     for key, half in sorted(_tensors(header, size).items()):
@@ -290,7 +290,7 @@ def pairs_of(header: bytes, size: int) -> dict[str, Pair]:
     for module, both in halves.items():
         if len(both) != 2:
             raise AdapterError(f"{TENSORS}: {module:.200} has lora_{min(both)} alone")
-    return {module: Pair(both["A"], both["B"]) for module, both in halves.items()}
+    return {module: FilePair(both["A"], both["B"]) for module, both in halves.items()}
 
 
 def _tensors(header: bytes, size: int) -> dict[str, Half]:
@@ -348,7 +348,7 @@ class Fitted(NamedTuple):
     """What an adapter adds to a module: A, and B times `scale`."""
 
     scale: float
-    pair: Pair
+    pair: FilePair
 
 
 def in_expert(module: str) -> bool:
@@ -356,7 +356,7 @@ def in_expert(module: str) -> bool:
     return "experts" in module.split(".")
 
 
-def fitted(config: LoraConfig, pairs: Mapping[str, Pair], model: ModelShape) -> dict[str, Fitted]:
+def fitted(config: LoraConfig, pairs: Mapping[str, FilePair], model: ModelShape) -> dict[str, Fitted]:
     """Each pair with its scale; AdapterError if it is for another model, or config and tensors do not agree."""
     found = {}
     for module, (a, b) in pairs.items():
@@ -373,7 +373,7 @@ def fitted(config: LoraConfig, pairs: Mapping[str, Pair], model: ModelShape) -> 
             )
         if rank > model.max_rank:
             raise AdapterError(f"{module} has rank {rank}, above max_lora_rank {model.max_rank}")
-        found[module] = Fitted(config.scale(name, rank), Pair(a, b))
+        found[module] = Fitted(config.scale(name, rank), FilePair(a, b))
     if config.target_modules is not None:
         for module in model.linears:
             if module not in found and config.addresses(Name(module)):
@@ -391,7 +391,7 @@ def _why_not(module: str, model: ModelShape) -> str:
     return "is not in this model: the adapter is for another one"
 
 
-def digest_heads(modules: Mapping[str, Fitted]) -> Iterator[tuple[bytes, Pair]]:
+def digest_heads(modules: Mapping[str, Fitted]) -> Iterator[tuple[bytes, FilePair]]:
     """What identifies an adapter besides the bytes of its tensors, module by module: name, scale, types and shapes,
     framed by length. Equal for what computes the same, whatever it is called and wherever it lies."""
     for module, (scale, pair) in modules.items():

@@ -18,20 +18,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from .fused import Fused, Part, Product
+from .fused import Fused, FusedPart, Product
 
 Slots = npt.NDArray[np.int32]
 _MOST_RANK = 256  # of kernels: a processor has no memory for more
 
 
-class Pair(NamedTuple):
+class LoraPair(NamedTuple):
     """What an adapter has for one module: A [rank, in] and B [out, rank], or as something else needs them."""
 
     a: Tensor
     b: Tensor
 
 
-class Span(NamedTuple):
+class SlotTokens(NamedTuple):
     """The tokens of one slot: a range where they lie together, an index on the device where they do not."""
 
     slot: int
@@ -42,7 +42,7 @@ class Added(NamedTuple):
     """What one adapter adds to a linear layer, [in, rank] and [rank, out], and to which tokens: a range, their index,
     or one number a token, 1 or 0."""
 
-    pair: Pair
+    pair: LoraPair
     tokens: slice | Tensor
 
     def to(self, total: Tensor, x: Tensor, change: Callable[[Tensor], Tensor]) -> None:
@@ -75,13 +75,13 @@ class Routing:
         return torch.from_numpy(self.slots).to(self.device, non_blocking=True)
 
     @functools.cached_property
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[SlotTokens]:
         found = []
         for slot in self.used:
             tokens = np.flatnonzero(self.slots == slot)
             first, end = int(tokens[0]), int(tokens[-1]) + 1
             together = end - first == len(tokens)
-            found.append(Span(slot, slice(first, end) if together else torch.from_numpy(tokens).to(self.device)))
+            found.append(SlotTokens(slot, slice(first, end) if together else torch.from_numpy(tokens).to(self.device)))
         return found
 
     def part(self, tokens: slice | npt.NDArray[np.integer]) -> Routing | None:
@@ -204,9 +204,11 @@ class Wrapped:
         self.shape = (linear.out_features, linear.in_features)
         self.a, self.b = stack.a[:, part], stack.b[:, columns]
         self.ranks = stack.ranks[:, part]
-        self.in_use: list[Pair | None] = [None] * len(self.a)  # [in, rank] and [rank, out] of each slot, as they are
+        self.in_use: list[LoraPair | None] = [None] * len(
+            self.a
+        )  # [in, rank] and [rank, out] of each slot, as they are
         self.base: Any = linear.forward
-        if isinstance(linear.forward, Part):
+        if isinstance(linear.forward, FusedPart):
             linear.forward.fused.around = stack.around
         else:
             linear.forward = self  # type: ignore[method-assign]
@@ -218,7 +220,7 @@ class Wrapped:
         """What is added to the outputs of a batch of so many tokens."""
         if isinstance(routing, ReadRouting):
             slots = range(1, len(self.a))
-            added = [Added(Pair(self.a[s].t(), self.b[s].t()), routing.of(s, self.a.dtype)) for s in slots]
+            added = [Added(LoraPair(self.a[s].t(), self.b[s].t()), routing.of(s, self.a.dtype)) for s in slots]
         else:
             added = [Added(pair, span.tokens) for span in routing.spans if (pair := self.in_use[span.slot]) is not None]
         if added:
@@ -232,7 +234,7 @@ class Wrapped:
             else:
                 y.index_add_(0, tokens, x.index_select(0, tokens) @ pair.a @ pair.b)
 
-    def upload(self, slot: int, pair: Pair | None) -> None:
+    def upload(self, slot: int, pair: LoraPair | None) -> None:
         """On the current stream, behind every step that was issued before. Padding is zero for whoever reads all."""
         self.in_use[slot] = None
         rank = 0 if pair is None else len(pair.a)
@@ -245,7 +247,7 @@ class Wrapped:
         b.copy_(pair.b, non_blocking=True)
         self.a[slot, rank:].zero_()
         self.b[slot, :, rank:].zero_()
-        self.in_use[slot] = Pair(a.t(), b.t())
+        self.in_use[slot] = LoraPair(a.t(), b.t())
 
 
 def stacks(forward: Forward, layers: dict[str, nn.Linear], slots: int, max_rank: int) -> list[Stack]:
@@ -294,5 +296,5 @@ def grouped(weight: Tensor) -> Any:
 
 def _together(linear: nn.Linear) -> Sequence[nn.Linear]:
     """The layers that a layer is computed with, itself included, in the order of the output."""
-    fused: Fused | None = linear.forward.fused if isinstance(linear.forward, Part) else None
+    fused: Fused | None = linear.forward.fused if isinstance(linear.forward, FusedPart) else None
     return [linear] if fused is None else fused.linears

@@ -23,7 +23,7 @@ from pathlib import Path
 from sapwood.store.spawn import Process
 
 from .lora_files import AdapterError
-from .lora_reader import Ask, Read, answer_of, asked
+from .lora_reader import Read, ReadRequest, answer_of, asked
 
 log = logging.getLogger(__name__)
 AT_ONCE = 8  # adapters that are read at the same time
@@ -64,7 +64,7 @@ class Reader:
         """An adapter and its memory, which is the caller's. `shape`: what `told` says of the model. AdapterError if
         there is none, ReaderBusy if it should come again later."""
         until = time.monotonic() + self.seconds
-        ask = asked(Ask(path, root, itemsize, room, math.ceil(self.seconds) + 1), shape)
+        ask = asked(ReadRequest(path, root, itemsize, room, math.ceil(self.seconds) + 1), shape)
         with _memory() as memory:
             child = self._begin()
             try:

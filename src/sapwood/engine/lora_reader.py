@@ -39,7 +39,7 @@ class NoFolder(AdapterError):
     """There is no such folder, or not below the root."""
 
 
-class Ask(NamedTuple):
+class ReadRequest(NamedTuple):
     """What to read, for a model that is told beside it. `root`: nothing outside it may be opened, however it is linked;
     None: anything. `room`: bytes that there are on host for its tensors in the model's type, of `itemsize` bytes; None:
     any. `seconds`: then it ends by itself, if nobody is there to end it."""
@@ -157,7 +157,7 @@ class _File:
             done += got
 
 
-def read(ask: Ask, shape: ModelShape, memory: int) -> Read:
+def read(ask: ReadRequest, shape: ModelShape, memory: int) -> Read:
     """Read an adapter once: what is checked, digested and served are the same bytes, also if the files change."""
     with Folder(ask.root, ask.path) as folder:
         config = lora_files.config_of(folder.read(CONFIG, MOST_CONFIG))
@@ -181,7 +181,7 @@ def _header(file: _File) -> tuple[int, bytes]:
     return SIZE + size, file.take(SIZE, size)
 
 
-def _has_room(modules: dict[str, Fitted], ask: Ask) -> None:
+def _has_room(modules: dict[str, Fitted], ask: ReadRequest) -> None:
     need = ask.itemsize * sum(a.shape[0] * (a.shape[1] + b.shape[0]) for _, (a, b) in modules.values())
     if ask.room is not None and need > ask.room:
         raise AdapterError(f"it needs {need} bytes of host memory, and lora_memory has {ask.room} left: unload some")
@@ -220,15 +220,15 @@ def told(shape: ModelShape) -> bytes:
     return json.dumps(shape).encode()
 
 
-def asked(ask: Ask, told: bytes) -> bytes:
+def asked(ask: ReadRequest, told: bytes) -> bytes:
     body = json.dumps(ask).encode() + b"\n" + told
     return len(body).to_bytes(SIZE, "little") + body
 
 
-def _ask_of(body: bytes) -> tuple[Ask, ModelShape]:
+def _ask_of(body: bytes) -> tuple[ReadRequest, ModelShape]:
     ask, _, told = body.partition(b"\n")
     linears, others, max_rank = json.loads(told)
-    return Ask(*json.loads(ask)), ModelShape(
+    return ReadRequest(*json.loads(ask)), ModelShape(
         {name: (out, wide) for name, (out, wide) in linears.items()}, others, max_rank
     )
 
@@ -248,7 +248,7 @@ def answer_of(body: bytes) -> Read:
     return Read(bytes.fromhex(found["digest"]), modules)
 
 
-def _answer(ask: Ask, shape: ModelShape, memory: int) -> dict[str, Any]:
+def _answer(ask: ReadRequest, shape: ModelShape, memory: int) -> dict[str, Any]:
     try:
         found = read(ask, shape, memory)
     except AdapterError as error:

@@ -29,9 +29,9 @@ from .arena import DeviceArena
 from .gathered import GatheringCache
 from .latents import latent_of, page_latents
 from .remembers import (
+    GroupSpec,
     Probe,
-    Remembered,
-    Seen,
+    ProbedLayer,
     Unsupported,
     freeze_rotary,
     gathered_of,
@@ -53,7 +53,7 @@ _KNOWN = (
 _run = threading.local()  # what stands in for attention in this thread's forward
 
 
-class Kept(NamedTuple):
+class LayerPages(NamedTuple):
     """Where a call of attention keeps K and V: the name of its group, and its part of every page; how many heads ask
     it; and whether its values are the first part of its keys."""
 
@@ -70,8 +70,8 @@ class Flat(NamedTuple):
     ids: Tensor  # [T]
     positions: Tensor  # [T]
     wanted: Tensor  # [S] the tokens whose logits are wanted
-    attention: dict[str, att.Rows]  # by group
-    states: recurrent.Rows | None
+    attention: dict[str, att.AttentionRows]  # by group
+    states: recurrent.StateRows | None
 
 
 def _attend(
@@ -94,7 +94,7 @@ def _attend(
     if not more.get("is_causal", getattr(module, "is_causal", True)):
         raise Unsupported(f"{type(module).__name__} attends to later tokens too (is_causal is False)")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    asked = att.Asked(scaling, softcap, s_aux)
+    asked = att.ScoreOptions(scaling, softcap, s_aux)
     call, _run.calls = _run.calls, _run.calls + 1
     latent = latent_of(module)
     if latent is None:
@@ -136,18 +136,18 @@ class ServedModel:
             self.mixers = recurrent.Mixers(model)
             self.latents = page_latents(model)
         self.gathers = False  # whether the model attends by itself (gathered.py)
-        self._calls: list[Seen] = []  # of attention, in a forward
+        self._calls: list[ProbedLayer] = []  # of attention, in a forward
         self.groups = self._look()
-        self.kept: dict[int, Kept] = {}  # by call, once there is memory
+        self.kept: dict[int, LayerPages] = {}  # by call, once there is memory
 
-    def _look(self) -> list[Remembered]:
+    def _look(self) -> list[GroupSpec]:
         with _refusing(self.model.config.model_type):
             found = self._found()
             if any(group.family != "state" for group in found) and "position_ids" not in self._asks:
                 raise Unsupported("its forward takes no position_ids, so that rows of a batch cannot be told apart")
             return found
 
-    def _found(self) -> list[Remembered]:
+    def _found(self) -> list[GroupSpec]:
         """The groups. A model that calls no attention function of transformers attends by itself."""
         try:
             probe, cache = self.dry()
@@ -186,7 +186,7 @@ class ServedModel:
                 elif part.name in ("k", "latent"):
                     seen = self._calls[part.layer]
                     values = view[..., : seen.v[1]] if seen.latent else arena.view(group.name, part.layer, "v")
-                    self.kept[part.layer] = Kept(group.name, view, values, seen.queries, seen.latent)
+                    self.kept[part.layer] = LayerPages(group.name, view, values, seen.queries, seen.latent)
         if states:
             with _refusing(self.model.config.model_type):
                 self.mixers.bind(states)
@@ -201,7 +201,9 @@ class ServedModel:
     def logits(self, flat: Flat) -> Tensor:
         """[S, vocabulary] after the step's K, V and states were written."""
 
-        def attend(call: int, module: Any, q: Tensor, k: Tensor, v: Tensor, *, asked: att.Asked, **_: Any) -> Tensor:
+        def attend(
+            call: int, module: Any, q: Tensor, k: Tensor, v: Tensor, *, asked: att.ScoreOptions, **_: Any
+        ) -> Tensor:
             kept = self.kept[call]
             rows = flat.attention[kept.group]
             place = rows.pages, rows.offsets
@@ -219,7 +221,7 @@ class ServedModel:
         positions: Tensor,
         wanted: Tensor,
         attend: Attend,
-        states: recurrent.Rows | recurrent.Runs | None,
+        states: recurrent.StateRows | recurrent.Runs | None,
         cache: GatheringCache | None = None,
     ) -> Tensor:
         """The logits of the tokens that are wanted. `attend` writes what each call has of K and V, and attends; or

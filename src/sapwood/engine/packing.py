@@ -18,11 +18,11 @@ from sapwood.scheduler import Plan
 
 from . import triton_attention as kernels
 from .graphs import BUCKETS
-from .link import Link
-from .model import Kept
-from .pieces import Piece
-from .step_buffer import CHANGES, ListRoom, Packed, Room, StepBuffer
-from .triton_steps import Known
+from .link import PinnedCopies
+from .model import LayerPages
+from .pieces import BatchPiece
+from .step_buffer import CHANGES, LargestStep, ListRoom, Packed, StepBuffer
+from .triton_steps import DeviceTables
 from .work_list import Tiles, work_list
 
 
@@ -35,7 +35,7 @@ class List(NamedTuple):
     itemsize: int
 
 
-class Size(NamedTuple):
+class StepSize(NamedTuple):
     """A step's size as kernels and graphs see it: tokens and rows with their padding, and how tiles are cut. `single`:
     every row has one token, and tiles are small whatever the number of rows. `runs`: rows that have a state."""
 
@@ -53,7 +53,7 @@ class Sizes:
 
     def __init__(
         self,
-        kept: Mapping[int, Kept],
+        kept: Mapping[int, LayerPages],
         windows: Mapping[str, int | None],
         slots: int,
         most_tokens: int,
@@ -75,14 +75,14 @@ class Sizes:
         """The padded size for so many tokens."""
         return next((size for size in self.padded if tokens <= size), None)
 
-    def size(self, tokens: int, wanted: int, single: bool = False) -> Size:
+    def size(self, tokens: int, wanted: int, single: bool = False) -> StepSize:
         built = tuple(self._built(each, tokens, single) for each in self.lists)
         rows = min(self._slots, tokens)
         items = tuple(each.tiles.most_items(rows, tokens) for each in built)
         merges = tuple(each.tiles.most_parts() // 2 for each in built)
-        return Size(tokens, single, wanted, rows, built, items, merges)
+        return StepSize(tokens, single, wanted, rows, built, items, merges)
 
-    def kinds(self) -> list[Size]:
+    def kinds(self) -> list[StepSize]:
         """One size of each kind of tiles, the smallest; what takes longest to compile first."""
         some = list(self.known.values())
         if self.largest > BUCKETS[-1]:
@@ -90,7 +90,7 @@ class Sizes:
         some.sort(key=lambda size: size.tokens, reverse=True)
         return list({size.built: size for size in some}.values())
 
-    def room(self, groups: tuple[str, ...]) -> Room:
+    def room(self, groups: tuple[str, ...]) -> LargestStep:
         """For the largest step, whatever its tiles are. A step may also ask for the logits of prompts: as many as it
         has tokens."""
         every = [*self._every()]
@@ -98,14 +98,14 @@ class Sizes:
             ListRoom(max(size.items[at] for size in every), max(size.merges[at] for size in every))
             for at in range(len(self.lists))
         )
-        return Room(self.largest, self.largest, self._slots, groups, tuple(lists))
+        return LargestStep(self.largest, self.largest, self._slots, groups, tuple(lists))
 
     def scratch(self, device: torch.device) -> kernels.Scratch:
         sizes = [kernels.Scratch.sizes(built) for size in self._every() for built in size.built]
         numbers, rows = (max(column) for column in zip(*sizes, (1, 1), strict=True))
         return kernels.Scratch(numbers, rows, device)
 
-    def _every(self) -> list[Size]:
+    def _every(self) -> list[StepSize]:
         some = [(tokens, single) for tokens in self.padded for single in (False, True)]
         return [self.size(tokens, tokens, single) for tokens, single in (*some, (self.largest, False))]
 
@@ -115,7 +115,7 @@ class Sizes:
         return kernels.build(each.shape, tuned, self._processor, each.itemsize)
 
 
-def _find_lists(kept: Mapping[int, Kept], windows: Mapping[str, int | None]) -> tuple[list[List], dict[int, int]]:
+def _find_lists(kept: Mapping[int, LayerPages], windows: Mapping[str, int | None]) -> tuple[list[List], dict[int, int]]:
     found: dict[List, int] = {}
     of: dict[int, int] = {}
     for call, (group, k_pages, v_pages, queries, _) in kept.items():
@@ -129,7 +129,13 @@ class Packer:
     """Packs and sends. `state`: the group of states, if the model has one."""
 
     def __init__(
-        self, sizes: Sizes, known: Known, buffer: StepBuffer, link: Link, page_size: int, state: str | None
+        self,
+        sizes: Sizes,
+        known: DeviceTables,
+        buffer: StepBuffer,
+        link: PinnedCopies,
+        page_size: int,
+        state: str | None,
     ) -> None:
         self._sizes, self._known, self._buffer, self._link = sizes, known, buffer, link
         self._page, self._state = page_size, state
@@ -137,8 +143,8 @@ class Packer:
     def send(
         self,
         plan: Plan,
-        piece: Piece,
-        size: Size,
+        piece: BatchPiece,
+        size: StepSize,
         wanted: npt.NDArray[Any],
         *,
         plain: bool = False,
@@ -187,7 +193,7 @@ class Packer:
         step.whose[:] = -1
         self._buffer.send()
 
-    def _pack_work(self, step: Packed, starts: Any, lengths: Any, slots: Any, size: Size) -> None:
+    def _pack_work(self, step: Packed, starts: Any, lengths: Any, slots: Any, size: StepSize) -> None:
         made: dict[tuple[int | None, Tiles], Any] = {}
         for at, (each, built) in enumerate(zip(self._sizes.lists, size.built, strict=True)):
             key = each.window, built.tiles

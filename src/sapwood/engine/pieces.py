@@ -15,7 +15,7 @@ from sapwood.scheduler import Batch
 Ints = npt.NDArray[Any]
 
 
-class Piece(NamedTuple):
+class BatchPiece(NamedTuple):
     """Some of a batch's tokens, [first, last) of them: parts of these rows, in their order."""
 
     first: int
@@ -26,18 +26,18 @@ class Piece(NamedTuple):
     samples: Ints  # those of `rows`, by place here, whose token is sampled
 
 
-def pieces(batch: Batch, most: int) -> list[Piece]:
+def pieces(batch: Batch, most: int) -> list[BatchPiece]:
     """The batch in pieces of at most `most` tokens."""
     starts, lengths = batch.starts.astype(np.int64), batch.lengths.astype(np.int64)
     ends = np.cumsum(lengths)
     total = int(ends[-1])
     if total <= most:
-        return [Piece(0, total, np.arange(len(starts)), starts, lengths, batch.samples.nonzero()[0])]
+        return [BatchPiece(0, total, np.arange(len(starts)), starts, lengths, batch.samples.nonzero()[0])]
     begins, found = ends - lengths, []
     for first in range(0, total, most):
         last = min(first + most, total)
         rows = ((begins < last) & (ends > first)).nonzero()[0]
         low, high = np.maximum(begins[rows], first), np.minimum(ends[rows], last)
         samples = (batch.samples[rows] & (high == ends[rows])).nonzero()[0]
-        found.append(Piece(first, last, rows, starts[rows] + low - begins[rows], high - low, samples))
+        found.append(BatchPiece(first, last, rows, starts[rows] + low - begins[rows], high - low, samples))
     return found

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .patches import off, with_names
-from .recurrent import Mixers, Rows, Runs, hidden_size, in_float32, multiplied, time_step_limits, within_limits
+from .recurrent import Mixers, Runs, StateRows, hidden_size, in_float32, multiplied, time_step_limits, within_limits
 
 log = logging.getLogger(__name__)
 _CLOSE = 1e-4  # relative, in float32
@@ -106,7 +106,7 @@ def _both_ways(mixers: Mixers, layer: int) -> Iterator[list[Tensor]]:
     every = list(zip(firsts, _LENGTHS, _SLOTS, strict=True))
     single = [(first, slot) for first, length, slot in every if length == 1]
     chunks = [(first, first + length, place([slot])) for first, length, slot in every if length > 1]
-    apart = Rows(None, place([first for first, _ in single]), place([slot for _, slot in single]), chunks)
+    apart = StateRows(None, place([first for first, _ in single]), place([slot for _, slot in single]), chunks)
     whose = [row for row, length in enumerate(_LENGTHS) for _ in range(length)]
     runs = Runs(place([*whose, -1, -1], dtype=torch.int32), place([*every, (0, 0, 0)], dtype=torch.int32))
     for way, given in ((apart, hidden[:, :tokens]), (runs, hidden)):

@@ -35,7 +35,7 @@ _CACHE_NAMES = ("cache_params", "past_key_values", "past_key_value")
 _CLOSE, _CLOSE_HALF = 1e-3, 0.05  # relative: a mixer that forgets its state in a chunk is off by far more
 
 
-class Rows(NamedTuple):
+class StateRows(NamedTuple):
     """The rows of a step as mixers see them."""
 
     single_at: Any  # [B] where in the batch rows of one token are: a host array,
@@ -118,7 +118,7 @@ class Mixers:
     def __init__(self, model: Any) -> None:
         self.layers: dict[int, Any] = {}
         self._memory: dict[int, dict[str, Tensor]] = {}  # layer -> part -> [slots + 1, ...]
-        self.rows: Rows | Runs | None = None  # of the step that runs
+        self.rows: StateRows | Runs | None = None  # of the step that runs
         self.ragged: dict[int, Callable[..., Any]] = {}  # forwards that take all tokens of a step at once
         settle_time_steps(model)
         for module in model.modules():
@@ -138,7 +138,7 @@ class Mixers:
                 self._loops[type(module)] = not self._chunks_go_on(module, layer)
 
     @contextmanager
-    def running(self, rows: Rows | Runs | None) -> Iterator[None]:
+    def running(self, rows: StateRows | Runs | None) -> Iterator[None]:
         self.rows = rows
         try:
             yield
@@ -169,7 +169,12 @@ class Mixers:
         module.forward = forward
 
     def _run(
-        self, module: Any, layer: int, hidden: Tensor, rows: Rows, call: Callable[[Tensor, dict[str, Tensor]], Tensor]
+        self,
+        module: Any,
+        layer: int,
+        hidden: Tensor,
+        rows: StateRows,
+        call: Callable[[Tensor, dict[str, Tensor]], Tensor],
     ) -> Tensor:
         memory = self._memory[layer]
         out: Tensor | None = None
@@ -223,7 +228,7 @@ class Mixers:
             memory = {part: kept.copy_(begin[part]) for part, kept in self.small(layer, 2).items()}
             first, parts = 0, []
             for end in ends:
-                rows = Rows(None, slot[:0], slot[:0], [(0, end - first, slot)])
+                rows = StateRows(None, slot[:0], slot[:0], [(0, end - first, slot)])
                 with self.running(rows), self.on(layer, memory):
                     parts.append(module.forward(hidden[:, first:end]))
                 first = end

@@ -25,7 +25,7 @@ class Unsupported(ValueError):
     """A model that cannot be served here, and why."""
 
 
-class Remembered(NamedTuple):
+class GroupSpec(NamedTuple):
     """One group: layers that keep the same kind of memory."""
 
     name: str
@@ -34,7 +34,7 @@ class Remembered(NamedTuple):
     layout: PageLayout
 
 
-class Seen(NamedTuple):
+class ProbedLayer(NamedTuple):
     """What the dry forward saw of one call of attention."""
 
     layer: int | None  # by the module's own number; None: it has none (a block that several layers share)
@@ -155,14 +155,14 @@ class Probe:
     """Stands in for attention during the dry forward: sees what each call asks for, and answers with zeros."""
 
     def __init__(self) -> None:
-        self.calls: list[Seen] = []
+        self.calls: list[ProbedLayer] = []
 
     def attend(
         self, call: int, module: Any, q: Any, k: Any, v: Any, *, window: int | None, latent: bool, **_: Any
     ) -> Any:
         layer = getattr(module, "layer_idx", None)
         own = layer if isinstance(layer, int) and layer >= 0 else None
-        self.calls.append(Seen(own, window, _sizes(k), _sizes(v), k.dtype, q.shape[1], latent))
+        self.calls.append(ProbedLayer(own, window, _sizes(k), _sizes(v), k.dtype, q.shape[1], latent))
         return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
 
 
@@ -170,9 +170,9 @@ def _sizes(kept: Any) -> tuple[int, int]:
     return int(kept.shape[1]), int(kept.shape[3])
 
 
-def gathered_of(cache: Any) -> list[Seen]:
+def gathered_of(cache: Any) -> list[ProbedLayer]:
     """What a dry forward left in a cache of K and V, layer by layer: of a model that attends by itself."""
-    found: list[Seen] = []
+    found: list[ProbedLayer] = []
     for layer, kept in enumerate(cache.layers):
         k, v = getattr(kept, "keys", None), getattr(kept, "values", None)
         if (
@@ -181,7 +181,7 @@ def gathered_of(cache: Any) -> list[Seen]:
             and k.dim() == v.dim() == 4
             and len(found) == layer
         ):
-            found.append(Seen(layer, None, _sizes(k), _sizes(v), k.dtype, k.shape[1], False))
+            found.append(ProbedLayer(layer, None, _sizes(k), _sizes(v), k.dtype, k.shape[1], False))
     return found
 
 
@@ -202,8 +202,8 @@ def states_of(cache: Any) -> dict[int, list[tuple[str, torch.Tensor]]]:
 
 
 def remembered(
-    text: Any, calls: list[Seen], states: dict[int, list[tuple[str, torch.Tensor]]], page: int
-) -> list[Remembered]:
+    text: Any, calls: list[ProbedLayer], states: dict[int, list[tuple[str, torch.Tensor]]], page: int
+) -> list[GroupSpec]:
     """The groups of a model, from what its dry forward showed; Unsupported if its config says something else. In
     groups of attention the layers of a page are numbered by the calls of a forward."""
     kinds, window = layer_kinds(text), config_window(text)
@@ -215,14 +215,14 @@ def remembered(
     for width in sorted({seen.window for seen in calls}, key=lambda width: width or 0):
         name, family = ("full", "full") if width is None else (f"window{width}", "window")
         some = {call: seen for call, seen in enumerate(calls) if seen.window == width}
-        groups.append(Remembered(name, family, width, _pages(some, page)))
+        groups.append(GroupSpec(name, family, width, _pages(some, page)))
     if states:
         parts = [
             PagePart(layer, name, tuple(state.shape), state.dtype)
             for layer, kept in sorted(states.items())
             for name, state in kept
         ]
-        groups.append(Remembered("state", "state", None, PageLayout(parts)))
+        groups.append(GroupSpec("state", "state", None, PageLayout(parts)))
     if not groups:
         raise Unsupported(
             "its layers attend in a way of their own: through no attention function of transformers, and with no cache "
@@ -231,7 +231,7 @@ def remembered(
     return groups
 
 
-def _agree(layer: int, kind: str, window: int | None, seen: Seen | None, has_state: bool) -> None:
+def _agree(layer: int, kind: str, window: int | None, seen: ProbedLayer | None, has_state: bool) -> None:
     attends = kind in _FULL or kind in _WINDOW
     if attends and seen is None:
         raise Unsupported(f"layer {layer} is {kind} by its config, and called no attention function of transformers")
@@ -243,7 +243,7 @@ def _agree(layer: int, kind: str, window: int | None, seen: Seen | None, has_sta
         raise Unsupported(f"layer {layer} is {kind} by its config, and left no state")
 
 
-def _pages(calls: dict[int, Seen], page: int) -> PageLayout:
+def _pages(calls: dict[int, ProbedLayer], page: int) -> PageLayout:
     def parts() -> Iterator[PagePart]:
         for call, seen in calls.items():
             if seen.latent:

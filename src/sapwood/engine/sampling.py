@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .link import Link
+from .link import PinnedCopies
 from .params import MOST_BAD_WORD_TOKENS, SamplingParams
 
 Ints = Sequence[int] | npt.NDArray[np.integer[Any]]
@@ -127,7 +127,7 @@ class Sampler:
         self._source = source
         self._most_logprobs = most_logprobs
         self._kernel = _kernel(self.device)
-        self._link = Link(self.device)
+        self._link = PinnedCopies(self.device)
         self._needs = np.full(slots, _EDITS)  # slots that are not seated are found when their edits are looked for
         self._least = np.zeros(slots, np.int64)
         self._streams = np.zeros(slots, np.uint64)

@@ -46,7 +46,7 @@ _SUMS = 2.0**-20  # relative: sums in float32, which are computed in every dtype
 _NEVER = 6e4  # a logit below minus this: a token that the model is kept from saying
 
 
-class Failed(NamedTuple):
+class ReferenceFailed(NamedTuple):
     """transformers itself could not run the rows."""
 
     why: str
@@ -62,7 +62,7 @@ class Reference(NamedTuple):
 
 
 @torch.inference_mode()
-def reference_of(model: Any) -> Reference | Failed:
+def reference_of(model: Any) -> Reference | ReferenceFailed:
     """Ask a model that is as transformers has made it."""
     text = text_config(model.config)
     try:
@@ -77,7 +77,7 @@ def reference_of(model: Any) -> Reference | Failed:
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        return Failed(_line(error))
+        return ReferenceFailed(_line(error))
     finally:
         if model.device.type == "cuda":
             torch.cuda.empty_cache()  # what is free is counted after this
@@ -85,12 +85,16 @@ def reference_of(model: Any) -> Reference | Failed:
 
 
 def check(
-    reference: Reference | Failed, name: str, executor: ModelExecutor, config: SchedulerConfig, max_model_len: int
+    reference: Reference | ReferenceFailed,
+    name: str,
+    executor: ModelExecutor,
+    config: SchedulerConfig,
+    max_model_len: int,
 ) -> float:
     """How far the executor's logits are from those of transformers. Unsupported if that is more than rounding can be,
     whichever rows it is asked.
     `config`: that of the scheduler whose plans the executor will run. Nothing of this is left in it."""
-    if isinstance(reference, Failed):
+    if isinstance(reference, ReferenceFailed):
         raise Unsupported(f"{name} cannot be served: transformers itself cannot run it ({reference.why})")
     if not math.isfinite(reference.rounding):
         raise Unsupported(

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from sapwood.cache import NEAR_TOKENS, CacheGroup
 
 from .arena import readable
-from .remembers import Remembered
+from .remembers import GroupSpec
 
 CONTEXT = 8192  # tokens of the context that slots are weighed against, and in which room is told
 SHORT, LONG = 1024, 16384  # tokens of contexts that windows are weighed against
@@ -45,7 +45,7 @@ class Sized(NamedTuple):
 
 
 def size(
-    remembered: Sequence[Remembered],
+    remembered: Sequence[GroupSpec],
     nbytes: int,
     page_size: int,
     max_num_seqs: int,
@@ -90,12 +90,12 @@ def size(
     return Sized(groups, max_num_seqs, max_model_len, tuple(notes))
 
 
-def _without_null_pages(remembered: Sequence[Remembered], nbytes: int) -> int:
+def _without_null_pages(remembered: Sequence[GroupSpec], nbytes: int) -> int:
     return nbytes - sum(group.layout.page_bytes for group in remembered)
 
 
 def _enough(
-    remembered: Sequence[Remembered],
+    remembered: Sequence[GroupSpec],
     pages: dict[str, int],
     nbytes: int,
     page_size: int,
@@ -115,7 +115,7 @@ def _enough(
 
 
 def _divided(
-    remembered: Sequence[Remembered], free: int, page_size: int, max_model_len: int, rows: int, chunk: int
+    remembered: Sequence[GroupSpec], free: int, page_size: int, max_model_len: int, rows: int, chunk: int
 ) -> dict[str, int]:
     """By group: its pages of `free` bytes, where `rows` run with chunks of so many tokens together (0: none do)."""
     nbytes = {group.name: group.layout.page_bytes for group in remembered}

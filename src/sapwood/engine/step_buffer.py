@@ -30,7 +30,7 @@ class ListRoom(NamedTuple):
     merges: int
 
 
-class Room(NamedTuple):
+class LargestStep(NamedTuple):
     """The largest step."""
 
     tokens: int
@@ -57,7 +57,7 @@ class Packed:
     items, merges   by work list
     """
 
-    def __init__(self, whole: Any, room: Room) -> None:
+    def __init__(self, whole: Any, room: LargestStep) -> None:
         self._whole, self._at = whole, 0
         self.whole = whole
         self.count = self._take(1)
@@ -81,7 +81,7 @@ class Packed:
         return taken
 
     @staticmethod
-    def size(room: Room) -> int:
+    def size(room: LargestStep) -> int:
         return Packed(_Measure(), room)._at
 
 
@@ -98,7 +98,7 @@ class _Measure:
 class StepBuffer:
     """A step's numbers here and there. `packing` gives the fields to fill, `send` brings them to `device`."""
 
-    def __init__(self, room: Room, device: torch.device) -> None:
+    def __init__(self, room: LargestStep, device: torch.device) -> None:
         size, self._cuda = Packed.size(room), device.type == "cuda"
         hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=self._cuda) for _ in range(2)]
         self._hosts = [(whole, Packed(whole.numpy(), room)) for whole in hosts]

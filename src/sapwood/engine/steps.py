@@ -28,7 +28,7 @@ from . import attention as att
 from . import recurrent
 from .gathered import gather_of
 from .model import Flat, ServedModel
-from .pieces import Piece, pieces
+from .pieces import BatchPiece, pieces
 from .sampling import Logprobs, Sampled, logprobs_of
 from .transfer_torch import TorchArena
 
@@ -42,7 +42,7 @@ _GATHERED = 1 << 27  # scores of a layer that attends by itself: every token's w
 _SCORED = 256  # prompt tokens whose log-probabilities are taken at once
 
 
-class Told(NamedTuple):
+class StepLogprobs(NamedTuple):
     """What a plan found of log-probabilities, by request."""
 
     tokens: dict[str, Likely]
@@ -137,7 +137,7 @@ class ModelExecutor:
         self.arena = arena
         self.device = served.device
         self.hooks: Hooks = Greedy() if hooks is None else hooks
-        self.told: dict[int, Told] = {}
+        self.told: dict[int, StepLogprobs] = {}
         self.waited = 0.0  # seconds for the device, by `finish`
         self.most = _MOST  # tokens of a piece; less after a step that memory did not suffice for, for a while
         self._fitted = 0  # steps since then
@@ -244,7 +244,7 @@ class ModelExecutor:
     # ---- plans as tensors
 
     def _flat(
-        self, plan: Plan, piece: Piece, scored: dict[int, npt.NDArray[np.int32]]
+        self, plan: Plan, piece: BatchPiece, scored: dict[int, npt.NDArray[np.int32]]
     ) -> tuple[Flat, list[tuple[int, int, Tensor]]]:
         """The piece for the model; and of rows whose prompt is scored: (row, position, next tokens), whose logits come
         behind those of the rows that sample."""
@@ -286,9 +286,9 @@ class ModelExecutor:
     def _put(self, numbers: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(numbers.astype(np.int64)).to(self.device)
 
-    def _states(self, begins: Any, lengths: Any, slots: Any) -> recurrent.Rows:
+    def _states(self, begins: Any, lengths: Any, slots: Any) -> recurrent.StateRows:
         single, put = (lengths == 1).nonzero()[0], self._put
-        return recurrent.Rows(
+        return recurrent.StateRows(
             *(begins[single], put(begins[single]), put(slots[single])),
             [
                 (int(begins[i]), int(begins[i] + lengths[i]), put(slots[i : i + 1]))
@@ -335,9 +335,9 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
-def _told(plan: Plan, rows: list[int], drawn: Sampled, scores: list[Scores]) -> Told:
+def _told(plan: Plan, rows: list[int], drawn: Sampled, scores: list[Scores]) -> StepLogprobs:
     ids = plan.batch.ids
-    told = Told({}, {})
+    told = StepLogprobs({}, {})
     if drawn.logprobs is not None:
         asked = drawn.asked.tolist()
         likely = _likely(drawn.tokens[torch.from_numpy(drawn.asked).to(drawn.tokens.device)], drawn.logprobs)

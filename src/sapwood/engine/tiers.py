@@ -38,8 +38,8 @@ from sapwood.scheduler import (
     StoreUp,
     Tick,
 )
-from sapwood.store import Gate, JobDone, Released, Store, StoreError, timeout_for
-from sapwood.store.bell import Bell
+from sapwood.store import InterpreterYield, JobDone, Released, Store, StoreError, timeout_for
+from sapwood.store.bell import Wakeup
 
 from .transfer import Kind, Mover
 
@@ -53,7 +53,7 @@ _KEYS = 1024  # about so many pages are looked up by one job
 _PEEK = 0.0005  # seconds between two looks at a mover that works on its own: it cannot call
 
 
-class _Job(NamedTuple):
+class _StoreJob(NamedTuple):
     """What a job of the store is for."""
 
     kind: StoreKind
@@ -64,7 +64,7 @@ class _Job(NamedTuple):
 class _Held(NamedTuple):
     """A job that is over, and whose memory the backend still has."""
 
-    job: _Job
+    job: _StoreJob
     events: list[Event]
 
 
@@ -73,7 +73,7 @@ class _First(contextlib.AbstractContextManager[None]):
     let go whenever one of them has waited for `_SWITCH`, and then wait until that one has a processor and takes its
     turn; so meanwhile they wait for longer."""
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: InterpreterYield) -> None:
         self._gate = gate
 
     def __enter__(self) -> None:
@@ -148,10 +148,10 @@ class Tiers:
         self._ticks = 0  # that were told
         self._up = True  # the store, as was told
         self._moves: dict[int, Kind] = {}
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, _StoreJob] = {}
         self._held: dict[int, _Held] = {}  # by job: told when the backend has returned
         self._ready: list[Event] = []  # for the next poll
-        self._bell = Bell()
+        self._bell = Wakeup()
         self._sleeper = select.poll()
         self._sleeper.register(self._bell, select.POLLIN)
         self._woken = False
@@ -354,7 +354,7 @@ class Tiers:
             for operation in operations:
                 self._tell(_nothing(kind, operation.op))
         else:
-            self._jobs[number] = _Job(kind, operations, time.monotonic() + timeout)
+            self._jobs[number] = _StoreJob(kind, operations, time.monotonic() + timeout)
 
     def _bytes_of(self, operation: StoreOperation) -> int:
         return sum(int(np.count_nonzero(ids)) * self._page_bytes[name] for name, ids in operation.pages.items())

@@ -30,7 +30,7 @@ _REASONS = 256  # how many reasons are remembered
 _ONE = np.ones(1, np.int32)
 
 
-class Part(NamedTuple):
+class TransferPart(NamedTuple):
     """The pages of one group in an operation: source and target ids, without holes, never empty."""
 
     group: str
@@ -67,7 +67,7 @@ class Mover(ABC):
             group.name: (device.rows[group.name], host.pages[group.name]) for group in host.groups
         }
         self._limits = {group.name: (device.pages[group.name], group.host_pages) for group in host.groups}
-        self._open: dict[int, tuple[Kind, list[Part]]] = {}  # started, not told of
+        self._open: dict[int, tuple[Kind, list[TransferPart]]] = {}  # started, not told of
         self._ended: dict[int, bool] = {}
         self._reasons: dict[int, str] = {}
         self._closed = False
@@ -133,7 +133,7 @@ class Mover(ABC):
     # ---- for those who move
 
     @abstractmethod
-    def _begin(self, kind: Kind, op: int, parts: list[Part]) -> None:
+    def _begin(self, kind: Kind, op: int, parts: list[TransferPart]) -> None:
         """Move, or set out to. Calls `_end` now or from `_advance`, and never raises."""
 
     @abstractmethod
@@ -164,7 +164,7 @@ class Mover(ABC):
                 self._counts[f"{kind}_bytes"] += len(part.sources) * self.device.page_bytes[part.group]
         self._ended[op] = not reason
 
-    def _check(self, kind: Kind, pages: Mapping[str, tuple[Ids, Ids]]) -> list[Part]:
+    def _check(self, kind: Kind, pages: Mapping[str, tuple[Ids, Ids]]) -> list[TransferPart]:
         """The parts of an operation without their holes, if there is nothing wrong with any of them."""
         if self._closed:
             raise Refusal("the mover is closed")
@@ -195,7 +195,7 @@ class Mover(ABC):
             ordered = self._within(group, "target", targets, to_limit)
             if len(ordered) > 1 and (twice := ordered[1:] == ordered[:-1]).any():
                 raise Refusal(f"group {group!r}: target page {int(ordered[1:][twice][0])} comes twice")
-            parts.append(Part(group, sources, targets))
+            parts.append(TransferPart(group, sources, targets))
         return parts
 
     def _within(self, group: str, what: str, ids: Ids, limit: int) -> Ids:
@@ -213,7 +213,7 @@ class NumpyMover(Mover):
     A thread of its own would gain nothing here: it would wait for the interpreter after every page.
     """
 
-    def _begin(self, kind: Kind, op: int, parts: list[Part]) -> None:
+    def _begin(self, kind: Kind, op: int, parts: list[TransferPart]) -> None:
         try:
             for part in parts:
                 self._move(kind, part)
@@ -222,7 +222,7 @@ class NumpyMover(Mover):
         else:
             self._end(op)
 
-    def _move(self, kind: Kind, part: Part) -> None:
+    def _move(self, kind: Kind, part: TransferPart) -> None:
         there, here = self._ends(kind, part.group)
         sources, targets, lengths = runs(part.sources, part.targets)
         if len(part.sources) * there.shape[1] < LONG_RUN * len(lengths):

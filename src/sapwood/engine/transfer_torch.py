@@ -25,7 +25,7 @@ from torch import Tensor
 from sapwood.cache import CacheGroup
 
 from .arena import DeviceArena, HostArena, aligned
-from .transfer import Kind, Mover, Part, runs, told
+from .transfer import Kind, Mover, TransferPart, runs, told
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class TorchArena(DeviceArena):
         return array.detach().view(len(array), -1).view(torch.uint8)
 
 
-class _Flight(NamedTuple):
+class _OperationInFlight(NamedTuple):
     """An operation under way: why it failed, if it did, and its event."""
 
     op: int
@@ -110,7 +110,7 @@ class _Lane:
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.current = torch.cuda.stream(self.stream) if self.stream else contextlib.nullcontext()
-        self.pending: deque[_Flight] = deque()
+        self.pending: deque[_OperationInFlight] = deque()
 
 
 class TorchMover(Mover):
@@ -134,7 +134,7 @@ class TorchMover(Mover):
         if cuda:
             torch.cuda.synchronize(device.device)  # whoever made the memory may still be filling it
 
-    def _begin(self, kind: Kind, op: int, parts: list[Part]) -> None:
+    def _begin(self, kind: Kind, op: int, parts: list[TransferPart]) -> None:
         lane = self._lanes[kind]
         reason = ""
         event: torch.cuda.Event | None = None
@@ -157,9 +157,9 @@ class TorchMover(Mover):
         if event is None:
             self._end(op, reason)
         else:
-            lane.pending.append(_Flight(op, reason, event))
+            lane.pending.append(_OperationInFlight(op, reason, event))
 
-    def _move_at_once(self, kind: Kind, lane: _Lane, parts: list[Part]) -> bool:
+    def _move_at_once(self, kind: Kind, lane: _Lane, parts: list[TransferPart]) -> bool:
         """Issue all copies of an operation in one call, if this driver can."""
         if self._batch is None or not parts:
             return False
@@ -190,7 +190,7 @@ class TorchMover(Mover):
         self._counts["copies"] += len(sizes)
         return True
 
-    def _move(self, kind: Kind, part: Part) -> None:
+    def _move(self, kind: Kind, part: TransferPart) -> None:
         there, here = self._ends(kind, part.group)
         for source, target, n in zip(*(ids.tolist() for ids in runs(part.sources, part.targets)), strict=True):
             here.narrow(0, target, n).copy_(there.narrow(0, source, n), non_blocking=True)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention import Asked
+from .attention import ScoreOptions
 from .triton_launch import launch
 from .work_list import ITEM, MERGE, Tiles
 
@@ -163,7 +163,7 @@ def attend(
     merges: Tensor,
     scratch: Scratch,
     window: int | None,
-    asked: Asked,
+    asked: ScoreOptions,
 ) -> Tensor:
     """[T, H, Dv] for q [T, H, D]. `table` [slots, columns] of pages; `items` [n, ITEM] and `merges` [m, MERGE] of a
     work list, padded with rows of zeros."""

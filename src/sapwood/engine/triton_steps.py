@@ -20,7 +20,7 @@ from .triton_launch import launch
 _BLOCK, _WORDS = 256, 1024
 
 
-class Begun(NamedTuple):
+class StepInputs(NamedTuple):
     """A step's numbers as the model takes them."""
 
     tokens: Tensor  # [T]
@@ -29,7 +29,7 @@ class Begun(NamedTuple):
     states: Tensor  # [T]
 
 
-class Known:
+class DeviceTables:
     """What the device knows from step to step: page tables, and the last token of each slot; one slot more than there
     are, which padding writes to."""
 
@@ -50,11 +50,11 @@ class Known:
         self._tables.zero_()
         self.last.zero_()
 
-    def begin(self, step: Packed, tokens: int, rows: int) -> Begun:
+    def begin(self, step: Packed, tokens: int, rows: int) -> StepInputs:
         """Apply what a step changes, and give the numbers of its first `tokens` and `rows`."""
         changes = (self._tables, step.changed, step.count)
         launch(_change, (CHANGES // _BLOCK,), *changes, MOST=CHANGES, BLOCK=_BLOCK)
-        begun = Begun(*(self.last.new_empty(n) for n in (tokens, tokens, rows, tokens)))
+        begun = StepInputs(*(self.last.new_empty(n) for n in (tokens, tokens, rows, tokens)))
         grid = (triton.cdiv(max(tokens, rows), _BLOCK),)
         numbers = (step.tokens, step.positions, step.wanted, step.states, self.last)
         if not launch(_widen, grid, *numbers, *begun, tokens, rows, BLOCK=_BLOCK):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-class Gate:
+class AdapterCap:
     """Made for one plan. An adapter counts once one of its rows is in the batch; the base model never does."""
 
     def __init__(self, cap: int, running: Iterable[bytes]) -> None:

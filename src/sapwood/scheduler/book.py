@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sapwood.cache import HybridPrefixCache, Keep, Landed, Lease, Match
+from sapwood.cache import HybridPrefixCache, Landed, Lease, Match, Reserve
 
 from .config import SchedulerConfig
-from .decode import UNKNOWN, Decoding
+from .decode import UNKNOWN, DecodeRows
 from .events import Ended, Reason
 from .plan import Chunk
 from .prefetch import Prefetch
@@ -19,7 +19,7 @@ from .transfers import Transfers
 _new = tuple.__new__  # a NamedTuple in a third of the time
 
 
-class Flight:
+class PlanInFlight:
     """A plan between its making and its event: its rows in order, the decode rows first."""
 
     __slots__ = ("chunks", "decodes", "doomed", "generation", "left", "retired", "seated", "step")
@@ -52,12 +52,12 @@ class Book:
         self.waiting = Queue()
         self.loading = Queue()
         self.prefilling = Queue()
-        self.decoding = Decoding(config.page_size, config.max_batch_size)
+        self.decoding = DecodeRows(config.page_size, config.max_batch_size)
         self.tables = Tables(self.cache, config.max_batch_size, config.max_columns)
         self.transfers = Transfers(self.cache, config.host_policy == "through")
         self.prefetch = Prefetch(config, self.cache, self.waiting)
         self.step = 0  # of the last plan that has one
-        self.flights: list[Flight] = []  # oldest first
+        self.flights: list[PlanInFlight] = []  # oldest first
         self.ended: list[Ended] = []  # not told yet
         self.owners: dict[Lease, Request] = {}
         self.counts = {"submitted": 0, "ended": 0, "retractions": 0, "sat_out": 0}
@@ -97,7 +97,7 @@ class Book:
 
     # ---- in
 
-    def admit(self, request: Request, match: Match, upto: int, keep: Keep) -> bool:
+    def admit(self, request: Request, match: Match, upto: int, keep: Reserve) -> bool:
         """Give a waiting request a lease and a slot, if there is room."""
         admitted = self.cache.admit(match, upto, writes=request.writes, keep=keep)
         if admitted is None:

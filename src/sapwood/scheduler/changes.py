@@ -13,7 +13,7 @@ Told = dict[str, tuple[Ints, Ints]]  # by group: places (slot * columns + column
 _NONE = np.zeros(0, np.int32)
 
 
-class Row(NamedTuple):
+class RowWrite(NamedTuple):
     """A whole row was written, in every group: what stood there, and what stands there now."""
 
     slot: int
@@ -35,7 +35,7 @@ class Changes(NamedTuple):
 
     names: list[str]
     columns: int
-    log: list[Row | Entries]
+    log: list[RowWrite | Entries]
 
     def told(self) -> Told:
         """The entries that differ from what the last plan with rows showed."""

@@ -51,7 +51,7 @@ class Shown(NamedTuple):
     unknown: Ints  # tokens of rows that are all in flight
 
 
-class Decoding:
+class DecodeRows:
     def __init__(self, page_size: int, rows: int) -> None:
         self.page_size = page_size
         self.tick = 0  # decode steps done

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from sapwood.cache import Lease
 
-from .book import Book, Flight
+from .book import Book, PlanInFlight
 from .config import SchedulerConfig
 from .events import ProtocolError, StepDone, StepFailed
 from .plan import Chunk
@@ -140,7 +140,7 @@ class Outcome:
         for group, (who, columns) in self.cache.slide_rows(leases, positions).items():
             book.tables.clear(group, [live[i].slot for i in who], columns)
 
-    def _tokens(self, flight: Flight, given: object) -> npt.NDArray[Any]:
+    def _tokens(self, flight: PlanInFlight, given: object) -> npt.NDArray[Any]:
         """The tokens of the rows that sample, in row order; ProtocolError if they are not exactly those."""
         step = flight.step
         want = len(flight.decodes)
@@ -174,7 +174,7 @@ class Outcome:
             raise ProtocolError(f"StepDone({step}): tokens must be from 0 to 2**31 - 1")
         return tokens
 
-    def _flight(self, event: StepDone | StepFailed) -> Flight:
+    def _flight(self, event: StepDone | StepFailed) -> PlanInFlight:
         flights = self.book.flights
         if not flights or event.step != flights[0].step:
             running = f"step {flights[0].step} runs" if flights else "no step runs"
@@ -241,7 +241,7 @@ class Outcome:
         book.decoding.withdrawn()
         book.tables.show_all()
 
-    def _written_off(self, flight: Flight) -> None:
+    def _written_off(self, flight: PlanInFlight) -> None:
         """The event of a plan that was made on top of one that failed."""
         self.counts["steps_failed"] += 1
         self.cache.step_failed(flight.step, flight.step)

@@ -28,7 +28,7 @@ class _Entry(NamedTuple):
     span: Span
 
 
-class Owed:
+class BackupRetries:
     def __init__(self) -> None:
         self._now: deque[_Entry] = deque()  # fell into an outage: due as soon as the store answers, oldest first
         self._later: list[_Entry] = []  # failed: by when they are due

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from sapwood.cache import Operation, PageCopy, StoreOperation
 
 from .changes import Changes, Everything, Told
-from .decode import CACHED, LENGTH, SLOT, STARTS, Decoding
+from .decode import CACHED, LENGTH, SLOT, STARTS, DecodeRows
 from .events import Ended
 from .prefetch import Lookup
 from .request import Request
@@ -99,7 +99,7 @@ class Plan:
         return self.step is None
 
 
-def decode_batch(rows: Decoding, groups: list[str]) -> Batch:
+def decode_batch(rows: DecodeRows, groups: list[str]) -> Batch:
     """All decode rows, and nobody else."""
     ids, slots, cached, lengths, _, samples, adapters, _ = rows.shown()
     starts, tokens = rows.starts(), rows.tokens()
@@ -108,7 +108,7 @@ def decode_batch(rows: Decoding, groups: list[str]) -> Batch:
     return Batch(ids, slots, starts, lengths, tokens, cached, samples, write_from, adapters, n, generation)
 
 
-def batch_of(rows: Decoding | None, chunks: list[Chunk], groups: list[str]) -> Batch:
+def batch_of(rows: DecodeRows | None, chunks: list[Chunk], groups: list[str]) -> Batch:
     """The decode rows, if they take part, and then the chunks. Small arrays cost what calls cost: so all numbers are
     made in one."""
     requests, starts, ends, sampling, begins = zip(*chunks, strict=True)

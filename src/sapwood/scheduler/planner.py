@@ -20,10 +20,10 @@ from collections.abc import Iterable
 from heapq import merge
 from operator import attrgetter
 
-from sapwood.cache import Keep, Lease, Match, PageCopy
+from sapwood.cache import Lease, Match, PageCopy, Reserve
 
-from .adapters import Gate
-from .book import Book, Flight
+from .adapters import AdapterCap
+from .book import Book, PlanInFlight
 from .config import SchedulerConfig
 from .plan import Chunk, Plan, batch_of, decode_batch
 from .policy import POLICIES
@@ -32,7 +32,7 @@ from .request import DECODING, ENDED, LOADING, PREFILLING, WAITING, Request
 
 _arrival = attrgetter("arrival")
 _new = tuple.__new__  # a NamedTuple in a third of the time
-_FIRST = Keep(least=1)
+_FIRST = Reserve(least=1)
 _LOOKS = 8  # requests that turn out not to fit, after which a plan looks at nobody else
 _LOOK_AGAIN = 16  # plans after which a request that did not fit is tried again although no room was made
 
@@ -50,7 +50,7 @@ class Planner:
         self.policy = POLICIES[config.policy]()
         self.most = config.max_overtaken  # 0: everybody is overdue who has been passed over at all, and who waits
         self.overdue: list[Request] = []  # passed over too often, when they were last looked at
-        self.gate = Gate(0, ())
+        self.gate = AdapterCap(0, ())
         self.retries: list[list[Request]] = []  # rows of failed steps, to be tried apart from each other
         self.groups = [group.name for group in self.cache.groups]
 
@@ -102,7 +102,9 @@ class Planner:
             self.budget = min(self.page, self.config.max_batch_tokens - rows)
         self.copies: list[PageCopy] = []
         if self.config.max_loras:
-            self.gate = Gate(self.config.max_loras, self.book.decoding.adapters)  # who prefills will decode with them
+            self.gate = AdapterCap(
+                self.config.max_loras, self.book.decoding.adapters
+            )  # who prefills will decode with them
         self.ahead = -1  # pages that running requests will still take; counted when somebody wants to come in
         self.checkpoints: list[tuple[Lease, int]] = []
         self.pending: set[Request] = set()  # wait for a snapshot that somebody is making
@@ -114,7 +116,7 @@ class Planner:
         if self.snapshots:
             self._checkpoint(decodes)
         book.step = number
-        flight = Flight(number, decoding.requests.copy() if decodes else [], decoding.generation, chunks)
+        flight = PlanInFlight(number, decoding.requests.copy() if decodes else [], decoding.generation, chunks)
         book.flights.append(flight)
         if chunks:
             self._age(decodes, chunks)
@@ -176,7 +178,7 @@ class Planner:
                 return []
             self.retries[0] = group
             self._begin(0)
-            self.gate = Gate(self.config.max_loras, ())  # those who are tried apart do not join the decodes
+            self.gate = AdapterCap(self.config.max_loras, ())  # those who are tried apart do not join the decodes
             chunks: list[Chunk] = []
             if not self.config.mixed:
                 group = [request for request in group if request.decodes == group[0].decodes]
@@ -370,7 +372,7 @@ class Planner:
         if book.owners:  # running requests must be able to go on for a while, and so must this one
             if self.ahead < 0:
                 self._count_ahead()
-            keep = _new(Keep, (want, self.ahead, len(book.owners), 1))
+            keep = _new(Reserve, (want, self.ahead, len(book.owners), 1))
         if book.admit(request, match, upto, keep):
             if self.ahead >= 0:
                 self.ahead += self._ahead_of(request, want)

@@ -26,7 +26,7 @@ from sapwood.cache import Binding, HybridPrefixCache, Namespace, Span, StoreOper
 from .claims import Claims
 from .config import SchedulerConfig
 from .events import BackupDone, FetchDone, LookupDone, ProtocolError
-from .owed import Owed
+from .owed import BackupRetries
 from .queue import Queue
 from .request import WAITING, Request
 
@@ -74,7 +74,7 @@ class Prefetch:
         self.looking: dict[int, _Search] = {}  # by operation
         self.fetching: dict[int, _Search] = {}
         self.backing: set[int] = set()
-        self.owed = Owed()
+        self.owed = BackupRetries()
         self.by_hash: dict[bytes, _Search] = {}  # first missing page -> who is after it
         self.seeking: dict[Request, _Search] = {}  # who waits for what
         self.counts = {"lookups": 0, "joined": 0, "hits": 0, "shortened": 0, "late": 0}

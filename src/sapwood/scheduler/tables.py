@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from sapwood.cache import HybridPrefixCache, Lease
 
-from .changes import Changes, Entries, Everything, Row
+from .changes import Changes, Entries, Everything, RowWrite
 from .request import Request
 
 _FEW = 8  # up to so many entries a loop beats numpy
@@ -34,7 +34,7 @@ class Tables:
         self._free = list(range(slots))
         self.seated: dict[int, str] = {}  # slots with a new owner since the last plan with rows
         self._columns = 0
-        self._log: list[Row | Entries] = []
+        self._log: list[RowWrite | Entries] = []
         self._all = False  # the next plan tells everything
         self._widen(columns or _FIRST_COLUMNS)
         self._all = False  # all entries are 0, as everybody knows
@@ -79,7 +79,7 @@ class Tables:
             before.append(rows[first:last].tobytes())
             after.append(row)
             rows[first:last] = row
-        self._log.append(_new(Row, (slot, before, after)))
+        self._log.append(_new(RowWrite, (slot, before, after)))
 
     def append(self, rows: list[Request], grown: dict[str, bytes]) -> None:
         """One more page for each of these, in the groups that have pages."""

@@ -14,15 +14,15 @@ from sapwood.engine.lora_process import AT_ONCE, ReaderBusy, ReadTimeout
 from sapwood.engine.lora_reader import NoFolder
 from sapwood.engine.requests import Requests
 
-from .messages import Answer, Ask
+from .messages import EngineQuery, QueryAnswer
 
 _PROBLEMS = {NoFolder: "no_adapter", ReaderBusy: "adapters_busy", ReadTimeout: "adapter_timeout"}
 
 
-class Answers:
+class EngineQueries:
     """One thread calls `take` and `poll`: that of the steps."""
 
-    def __init__(self, engine: Requests, send: Callable[[Answer], None]) -> None:
+    def __init__(self, engine: Requests, send: Callable[[QueryAnswer], None]) -> None:
         self.engine = engine
         self._send = send
         self._files = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="adapters")  # none of them waits for another
@@ -36,7 +36,7 @@ class Answers:
             "unload_adapter": self._unload_adapter,
         }
 
-    def take(self, ask: Ask) -> None:
+    def take(self, ask: EngineQuery) -> None:
         try:
             found = self._known[ask.what](**ask.arguments)
         except (ValueError, KeyError, TypeError, ReaderBusy) as error:
@@ -47,14 +47,14 @@ class Answers:
             future.add_done_callback(lambda _: self.engine.wake())
             self._waiting.append((ask.number, future, found.then))
         else:
-            self._send(Answer(ask.number, found, ""))
+            self._send(QueryAnswer(ask.number, found, ""))
 
     def poll(self) -> None:
         for waiting in [each for each in self._waiting if each[1].done()]:
             self._waiting.remove(waiting)
             number, future, then = waiting
             try:
-                self._send(Answer(number, then(future.result()), ""))
+                self._send(QueryAnswer(number, then(future.result()), ""))
             except Exception as error:  # a file can be wrong in any way
                 self._send(_refusal(number, error))
 
@@ -122,8 +122,8 @@ class _Later:
         self.then = then
 
 
-def _refusal(number: int, error: Exception) -> Answer:
-    return Answer(number, None, str(error) or type(error).__name__, _PROBLEMS.get(type(error), ""))
+def _refusal(number: int, error: Exception) -> QueryAnswer:
+    return QueryAnswer(number, None, str(error) or type(error).__name__, _PROBLEMS.get(type(error), ""))
 
 
 def _shown(space: Namespace, engine: Requests) -> dict[str, Any]:

@@ -11,14 +11,14 @@ from msgspec import Meta, Struct
 from sapwood.engine.params import MOST_STOP_LENGTH, MOST_STOPS
 
 from .anthropic_blocks import chat_choice, chat_messages, chat_tools, most_calls
-from .blocks import Block, Blocks, Closed, Opened, Step
+from .blocks import Block, BlockOpened, Blocks, Closed, Step
 from .conversation import begin, in_words_of, prompt_of, written_to_cache
 from .errors import ApiError, bad, shown, unsupported
-from .generation import Generation, Piece, Prompt
+from .generation import Generation, Prompt, TextPiece
 from .http import Call, named_event
 from .schemas import Count, ResponseFormat, Sampling, Text, parse
 from .serving import Serving
-from .spoken import Spoken, Tools, read_tools
+from .spoken import AnswerParser, Tools, read_tools
 from .unserved import MESSAGES, also_unserved
 
 _WORDS = {
@@ -182,7 +182,7 @@ class MessagesWriter:
         self.id = f"msg_{secrets.token_hex(12)}"
         asked = (request.thinking is not None and request.thinking.type != "disabled") or None
         splitter = serving.splitter(generation, tools, _template(request), asked)
-        self.blocks = Blocks(Spoken(tools, splitter), serving.tool_parser)
+        self.blocks = Blocks(AnswerParser(tools, splitter), serving.tool_parser)
         self.finish: str | None = None
         self.stop: int | str | None = None
 
@@ -192,7 +192,7 @@ class MessagesWriter:
         start = {"type": "message_start", "message": self._message()}
         return named_event("message_start", start) + named_event("ping", {"type": "ping"})
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: TextPiece) -> bytes:
         steps = self.blocks.push(piece)
         if self.blocks.full:
             piece = self.generation.cut(piece)
@@ -212,7 +212,7 @@ class MessagesWriter:
 
     def _step(self, step: Step) -> bytes:
         index = step.block.index
-        if isinstance(step, Opened):
+        if isinstance(step, BlockOpened):
             name = "content_block_start"
             return named_event(name, {"type": name, "index": index, "content_block": _begun(step.block)})
         if isinstance(step, Closed):

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from .generation import Piece
-from .spoken import Part, Reasoning, Spoken
+from .generation import TextPiece
+from .spoken import AnswerParser, Part, Reasoning
 from .tools import CallArguments, CallBegins, Content, call_id
 
 Kind = Literal["reasoning", "text", "call"]
@@ -34,7 +34,7 @@ class Block:
         self._pieces.append(text)
 
 
-class Opened(NamedTuple):
+class BlockOpened(NamedTuple):
     """`block`: as it begins, without text."""
 
     block: Block
@@ -49,13 +49,13 @@ class Closed(NamedTuple):
     block: Block
 
 
-Step = Opened | Said | Closed
+Step = BlockOpened | Said | Closed
 
 
 class Blocks:
     """The blocks of one sample so far; at most the last is open. `parser`: the format of the model's tool calls."""
 
-    def __init__(self, spoken: Spoken, parser: str | None) -> None:
+    def __init__(self, spoken: AnswerParser, parser: str | None) -> None:
         self.all: list[Block] = []
         self.reasoning_tokens = 0
         self._spoken = spoken
@@ -73,7 +73,7 @@ class Blocks:
     def called(self) -> bool:
         return any(block.kind == "call" for block in self.all)
 
-    def push(self, piece: Piece) -> list[Step]:
+    def push(self, piece: TextPiece) -> list[Step]:
         """What a piece adds. The last block stays open after the last piece: `close` closes it."""
         parts = self._spoken.push(piece.text) if piece.text else []
         if piece.finish is not None:
@@ -90,7 +90,7 @@ class Blocks:
         if block is None or block.kind != kind or isinstance(part, CallBegins):
             steps += self.close()
             named = (part.name, call_id(self._parser)) if isinstance(part, CallBegins) else ("", "")
-            steps.append(Opened(Block(len(self.all), kind, *named)))
+            steps.append(BlockOpened(Block(len(self.all), kind, *named)))
             block = self._open = Block(len(self.all), kind, *named)
             self.all.append(block)
         if not isinstance(part, CallBegins) and part.text:
@@ -102,7 +102,7 @@ class Blocks:
         block, self._open = self._open, None
         return [] if block is None else [Closed(block)]
 
-    def _count(self, piece: Piece, parts: list[Part]) -> None:
+    def _count(self, piece: TextPiece, parts: list[Part]) -> None:
         """Tokens count as reasoning up to the piece that brings something else."""
         self._answers = any(not isinstance(part, Reasoning) for part in parts)
         if not self._answers:

@@ -9,12 +9,12 @@ from msgspec import UNSET, Struct, UnsetType
 from msgspec.json import Encoder
 
 from .errors import ApiError, bad, shown, unsupported
-from .generation import Generation, Model, Piece
+from .generation import Generation, Model, TextPiece
 from .http import Call, event
 from .logprobs import chat_logprobs, check_scores, prompt_logprobs
 from .schemas import ChatRequest, parse
 from .serving import Serving, new_id
-from .spoken import Reasoning, Spoken, Tools, most_calls, read_tools
+from .spoken import AnswerParser, Reasoning, Tools, most_calls, read_tools
 from .tools import CallBegins, Content, call_id
 from .usage import Usage, streamed_usage, usage_of
 
@@ -34,7 +34,7 @@ _NOTHING = b'{"content":""}'
 _PLAIN_END = b"," + encode(ChoiceEnd())[1:]
 
 
-class Chunk(Struct):
+class ChatChunk(Struct):
     id: str
     object: str
     created: int
@@ -103,12 +103,12 @@ class ChatWriter:
         self.usage, self.each = streamed_usage(request.stream_options, serving.config.enable_force_include_usage)
         self.top = request.top_logprobs or 0
         self.role = serving.config.response_role
-        frame = encode(Chunk(self.id, "chat.completion.chunk", self.created, self.model, [])).removesuffix(b"]}")
+        frame = encode(ChatChunk(self.id, "chat.completion.chunk", self.created, self.model, [])).removesuffix(b"]}")
         self._heads = [b'data: %b{"index":%d,"delta":' % (frame, index) for index in range(generation.params.n)]
         self.shows_reasoning = request.include_reasoning is not False
         template, asked = request.chat_template_kwargs, request.separate_reasoning
         self.samples = [
-            _Sample(Spoken(tools, serving.splitter(generation, tools, template, asked)), serving.tool_parser)
+            _Sample(AnswerParser(tools, serving.splitter(generation, tools, template, asked)), serving.tool_parser)
             for _ in range(generation.params.n)
         ]
 
@@ -122,7 +122,7 @@ class ChatWriter:
             first = b'%b,"prompt_token_ids":%b}\n\n' % (first.removesuffix(b"}\n\n"), ids)
         return b"".join([first, *others])
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: TextPiece) -> bytes:
         sample = self.samples[piece.index]
         if sample.finish is not None:  # cut before this piece
             return b""
@@ -148,7 +148,7 @@ class ChatWriter:
         before = [self._chunk(piece.index, delta, _PLAIN_END) for delta in deltas]
         return b"".join([*before, self._chunk(piece.index, last, end)])
 
-    def _end(self, sample: _Sample, piece: Piece) -> bytes:
+    def _end(self, sample: _Sample, piece: TextPiece) -> bytes:
         """What the last choice of a piece tells besides its delta."""
         end = ChoiceEnd()
         if piece.likely:
@@ -169,7 +169,7 @@ class ChatWriter:
     def closing(self) -> bytes:
         last = b""
         if self.usage or self.request.cache_report:
-            chunk = Chunk(self.id, "chat.completion.chunk", self.created, self.model, [])
+            chunk = ChatChunk(self.id, "chat.completion.chunk", self.created, self.model, [])
             if self.usage:
                 chunk.usage = usage_of(self.generation)
             if self.request.cache_report:
@@ -250,7 +250,7 @@ class _Sample:
 
     __slots__ = ("calls", "content", "finish", "parser", "reasoning", "scores", "spoken", "stop", "tokens")
 
-    def __init__(self, spoken: Spoken, parser: str | None) -> None:
+    def __init__(self, spoken: AnswerParser, parser: str | None) -> None:
         self.spoken = spoken
         self.parser = parser  # the format of calls
         self.content: list[str] = []
@@ -261,7 +261,7 @@ class _Sample:
         self.finish: str | None = None
         self.stop: int | str | None = None
 
-    def ends(self, piece: Piece, tools: Tools) -> None:
+    def ends(self, piece: TextPiece, tools: Tools) -> None:
         self.finish, self.stop = piece.finish, piece.stop
         if self.calls and piece.finish == "stop" and tools.choice.mode != "named":
             self.finish = "tool_calls"

@@ -19,7 +19,7 @@ class Trouble(Exception):
     """Something to tell the user."""
 
 
-class Refused(Trouble):
+class RequestRefused(Trouble):
     """An answer that is none."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -99,7 +99,7 @@ class Server:
             connection.request(method, self._prefix + path, body, self._headers)
             response = connection.getresponse()
             if response.status != 200:
-                raise Refused(response.status, _message_of(response.read(_MOST_ANSWER)))
+                raise RequestRefused(response.status, _message_of(response.read(_MOST_ANSWER)))
             yield response
         except TimeoutError:
             raise Trouble(f"the server says nothing for {self._timeout:g} s") from None

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from typing import Any, TextIO
 
-from .chat_client import Refused, Server, Trouble
+from .chat_client import RequestRefused, Server, Trouble
 
 _HELP = """\
 /help         this
@@ -180,7 +180,7 @@ class Chat:
         if not text:
             return
         asked = {"role": "user", "content": text.encode("utf-8", "replace").decode()}
-        answer = Answer(self._screen)
+        answer = ShownAnswer(self._screen)
         try:
             self._listen({**self._fields, "messages": [*self.messages, asked]}, answer)
         except Trouble:
@@ -191,12 +191,12 @@ class Chat:
                 self._said += [asked, {"role": "assistant", "content": answer.text}]
         self._screen.whisper(f"\n{answer.report()}\n")
 
-    def _listen(self, asked: Mapping[str, Any], answer: Answer) -> None:
+    def _listen(self, asked: Mapping[str, Any], answer: ShownAnswer) -> None:
         try:
             with closing(self._server.stream(asked)) as events:
                 for event in events:
                     answer.take(event)
-        except Refused as refused:
+        except RequestRefused as refused:
             if refused.status != 400 or "cache_report" not in refused.message or "cache_report" not in asked:
                 raise
             del self._fields["cache_report"]
@@ -224,7 +224,7 @@ class Chat:
             self._screen.say(f"{len(self.messages)} messages in {path:.200}\n")
 
 
-class Answer:
+class ShownAnswer:
     """One answer while it arrives, shown as it does."""
 
     def __init__(self, screen: Screen) -> None:

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from .errors import ApiError, bad, shown
-from .generation import Generation, Model, Piece, Prompt
+from .generation import Generation, Model, Prompt, TextPiece
 from .http import Call, event
 from .logprobs import CompletionLogprobs, check_scores, joined, prompt_logprobs
 from .schemas import CompletionRequest, parse
@@ -102,7 +102,7 @@ class CompletionWriter:
     def opening(self) -> bytes:
         return b""
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: TextPiece) -> bytes:
         sample = self.samples[piece.index]
         text, scores = "", list[dict[str, Any]]()
         first = not sample.begun

@@ -31,26 +31,26 @@ from sapwood.cache import held_events
 from sapwood.engine.requests import Requests
 from sapwood.engine.samples import Sample
 
-from .answers import Answers
+from .answers import EngineQueries
 from .grammars import Grammars, GrammarsBusy
 from .kv_events import KVEventPublisher
 from .kv_events_config import KVEventsConfig
 from .logs import set_up
 from .messages import (
+    Acknowledged,
     Alive,
-    Answer,
-    Ask,
-    Begun,
     Drop,
     End,
-    Failed,
+    EngineQuery,
     Likely,
     Progress,
+    QueryAnswer,
     Ready,
+    SampleBegun,
+    StartFailed,
+    StepOutput,
     Submit,
-    Taken,
     ToApi,
-    Tokens,
     decode_to_engine,
     encode,
 )
@@ -80,7 +80,7 @@ class EngineSide:
 
     def __init__(self, engine: Requests, send: Any, grammars: Grammars | None, events: KVEventPublisher | None) -> None:
         self.engine = engine
-        self.answers = Answers(engine, self._answer)
+        self.answers = EngineQueries(engine, self._answer)
         self.inbox: deque[Any] = deque()
         self.stopping = False
         self._send = send
@@ -137,9 +137,9 @@ class EngineSide:
             self._submit(message)
         elif isinstance(message, Drop):
             self._drop(message)
-        elif isinstance(message, Taken):
+        elif isinstance(message, Acknowledged):
             self._taken = message.step
-        elif isinstance(message, Ask):
+        elif isinstance(message, EngineQuery):
             self.answers.take(message)
 
     def _submit(self, message: Submit) -> None:
@@ -200,7 +200,7 @@ class EngineSide:
     def _tell(self, changed: list[Sample]) -> None:
         numbers: list[int] = []
         tokens: list[int] = []
-        begun: list[Begun] = []
+        begun: list[SampleBegun] = []
         ends, self._ends = self._ends, []
         likely: dict[int, Likely] = {}
         prompts: dict[int, list[Likely | None]] = {}
@@ -228,7 +228,7 @@ class EngineSide:
         self._step += 1
         self._sent = time.monotonic()
         self._send(
-            Tokens(
+            StepOutput(
                 self._step,
                 self._sent,
                 np.array(numbers, np.int64).tobytes(),
@@ -240,7 +240,7 @@ class EngineSide:
             )
         )
 
-    def _answer(self, answer: Answer) -> None:
+    def _answer(self, answer: QueryAnswer) -> None:
         self._send(answer)
 
     def _publish(self, events: KVEventPublisher) -> None:
@@ -262,13 +262,15 @@ class _Live:
         self.arrived = arrived
         self.sent = 0  # tokens
 
-    def begun(self) -> Begun:
+    def begun(self) -> SampleBegun:
         sample = self.sample
         known = sample.miss.cached  # when it came
         host, store = sample.loaded - sample.fetched, sample.fetched
         shared = max(0, sample.cached - max(known, host) - store)
         queued = max(0.0, (sample.seated or time.monotonic()) - self.arrived)
-        return Begun(self.number, queued, sample.cached, host, store, shared, sample.miss.reason, sample.miss.position)
+        return SampleBegun(
+            self.number, queued, sample.cached, host, store, shared, sample.miss.reason, sample.miss.position
+        )
 
 
 def _plain(likely: Any) -> Likely:
@@ -306,7 +308,7 @@ def main() -> int:
     except Exception as error:
         log.debug("the engine cannot start", exc_info=True)
         known = isinstance(error, (ValueError, OSError, ImportError, MemoryError, RuntimeError))
-        send(Failed(str(error) if known and str(error) else repr(error)))
+        send(StartFailed(str(error) if known and str(error) else repr(error)))
         if not known:
             log.exception("the engine cannot start")
         context.destroy(linger=1000)

@@ -21,8 +21,8 @@ from sapwood.engine.stops import TextStream
 
 from .engine_side import AHEAD
 from .errors import ApiError, Disconnected, without_paths
-from .link import LAG, Job, Lane
-from .messages import Begun, End, Likely
+from .link import LAG, EngineJob, Lane
+from .messages import End, Likely, SampleBegun
 
 _MOST_TAKEN = 2048  # tokens, and likely ones told with them, that are written down before others have their turn
 
@@ -42,7 +42,7 @@ class Prompt(NamedTuple):
     cut: bool = False
 
 
-class Piece(msgspec.Struct, frozen=True, gc=False):
+class TextPiece(msgspec.Struct, frozen=True, gc=False):
     """What became final of a sample. `finish`: why it has ended, with its last piece."""
 
     index: int
@@ -53,7 +53,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     stop: int | str | None = None
 
 
-class Usage(NamedTuple):
+class TokenCounts(NamedTuple):
     prompt: int
     completion: int
     cached: int
@@ -64,7 +64,7 @@ class Generation:
 
     def __init__(
         self,
-        job: Job,
+        job: EngineJob,
         prompts: Sequence[Prompt],
         params: SamplingParams,
         detokenizer: Detokenizer | None,
@@ -92,12 +92,12 @@ class Generation:
         self._turn = 0  # the lane that is taken from first
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> TokenCounts:
         cached = sum(lane.begun.cached for lane in self.job.lanes[:: self.params.n] if lane.begun is not None)
-        return Usage(sum(len(prompt.ids) for prompt in self.prompts), self._completion, cached)
+        return TokenCounts(sum(len(prompt.ids) for prompt in self.prompts), self._completion, cached)
 
     @property
-    def begun(self) -> list[Begun | None]:
+    def begun(self) -> list[SampleBegun | None]:
         """For each prompt: what its first sample was served."""
         return [lane.begun for lane in self.job.lanes[:: self.params.n]]
 
@@ -116,7 +116,7 @@ class Generation:
         """Some sample has not ended."""
         return self._open > 0
 
-    def take(self) -> list[Piece]:
+    def take(self) -> list[TextPiece]:
         """What has come since the last time, up to a bound: others wait while it is written down. A piece for each
         token while everybody keeps up; what has come together for a sample goes together when the client or this
         process is behind. ApiError if the engine refuses the request, or it fails; Disconnected if the client has
@@ -128,7 +128,7 @@ class Generation:
             raise Disconnected
         if self._failed is not None:
             raise self._failed
-        found: list[Piece] = []
+        found: list[TextPiece] = []
         left, lanes = self._most, len(job.lanes)
         try:
             for turn in range(lanes):
@@ -145,12 +145,12 @@ class Generation:
             self._failed, job.news = error, True  # after what has come before it
         return found
 
-    def cut(self, piece: Piece) -> Piece:
+    def cut(self, piece: TextPiece) -> TextPiece:
         """This piece, as the last of its sample: all that is wanted of that has come."""
         if not self.job.lanes[piece.index].over:
             self._ends(piece.index, "stop")
             self.job.over(piece.index)
-        return Piece(piece.index, piece.text, piece.tokens, piece.likely, "stop")
+        return TextPiece(piece.index, piece.text, piece.tokens, piece.likely, "stop")
 
     def close(self) -> None:
         """Nobody takes any more: what still runs is aborted."""
@@ -158,7 +158,7 @@ class Generation:
             self.finished = "aborted" if self._open else "done"
         self.job.close()
 
-    def _take(self, index: int, lane: Lane, found: list[Piece], most: int) -> int:
+    def _take(self, index: int, lane: Lane, found: list[TextPiece], most: int) -> int:
         """How many tokens were taken."""
         tokens, lane.tokens = lane.tokens, []
         likely = lane.likely
@@ -186,12 +186,12 @@ class Generation:
             new = "" if text is None else text.push(token)
             scores = likely[at : at + 1] if likely else likely
             if text is not None and text.stopped is not None:
-                found.append(Piece(index, new, [token], scores, "stop", text.stopped))
+                found.append(TextPiece(index, new, [token], scores, "stop", text.stopped))
                 self._ends(index, "stop")
                 if end is None:
                     self.job.over(index)
                 break
-            found.append(Piece(index, new, [token], scores))
+            found.append(TextPiece(index, new, [token], scores))
         else:
             if end is not None:
                 if end.reason in ("refused", "busy", "error", "abort", "timeout"):
@@ -205,7 +205,9 @@ class Generation:
             found[before:] = [_joined(found[before:])]
         return count
 
-    def _last(self, index: int, end: End, token: int | None, text: TextStream | None, likely: list[Likely]) -> Piece:
+    def _last(
+        self, index: int, end: End, token: int | None, text: TextStream | None, likely: list[Likely]
+    ) -> TextPiece:
         if end.reason == "refused":
             raise ApiError(400, end.error, "invalid_request")
         if end.reason == "error":
@@ -222,7 +224,7 @@ class Generation:
         stop: int | str | None = end.stop
         if text is not None and text.stopped is not None:
             stop = text.stopped
-        return Piece(index, new, [] if token is None else [token], likely, end.reason, stop)
+        return TextPiece(index, new, [] if token is None else [token], likely, end.reason, stop)
 
     def _ends(self, index: int, reason: str) -> None:
         self.job.lanes[index].over = True
@@ -230,9 +232,9 @@ class Generation:
         self._open -= 1
 
 
-def _joined(pieces: list[Piece]) -> Piece:
+def _joined(pieces: list[TextPiece]) -> TextPiece:
     last = pieces[-1]
-    return Piece(
+    return TextPiece(
         last.index,
         "".join([piece.text for piece in pieces]),
         [token for piece in pieces for token in piece.tokens],

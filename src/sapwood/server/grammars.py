@@ -238,7 +238,7 @@ class Grammars:
         self._executor = LLExecutor(threads or min(16, len(os.sched_getaffinity(0))))
         self._watching = 0  # so many steps more
         self._cache = _Cache()
-        self._jobs = FairQueue[_Job](_WAITING)
+        self._jobs = FairQueue[_Compile](_WAITING)
         names = {id: token.content for id, token in added.items()}
         self._tried = (seconds, megabytes << 20, Vocabulary(size, sorted(self.eos), names))
         self._compilers: list[threading.Thread] = []
@@ -260,7 +260,7 @@ class Grammars:
         elif compiled is not None:
             future.set_result([TokenGrammar(self, compiled) for _ in range(samples)])
         else:
-            late = self._jobs.put(owner, _Job(spec, samples, future))
+            late = self._jobs.put(owner, _Compile(spec, samples, future))
             if late is not None and late.future.set_running_or_notify_cancel():
                 late.future.set_exception(
                     GrammarsBusy(f"{_WAITING} other grammars wait to be compiled: try again later")
@@ -340,7 +340,7 @@ class Grammars:
             self._watching = _WATCHED
 
 
-class _Job(NamedTuple):
+class _Compile(NamedTuple):
     spec: GrammarSpec
     samples: int
     future: Future[list[TokenGrammar]]

@@ -16,7 +16,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from .errors import ApiError, Disconnected, bad, shown
-from .generation import Generation, Piece
+from .generation import Generation, TextPiece
 from .http_limits import HOLDS
 from .serving import Caller
 
@@ -35,7 +35,7 @@ class Writer(Protocol):
     def opening(self) -> bytes:
         """Events before the first piece."""
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: TextPiece) -> bytes:
         """Events for what has become final; b"" if that shows nothing."""
 
     def closing(self) -> bytes:

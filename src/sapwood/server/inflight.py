@@ -17,7 +17,7 @@ _SOON = 1.0  # seconds later: they are not free yet
 _TOLD = 60.0  # seconds between two lines of the log
 
 
-class Holder(Protocol):
+class BytesHolder(Protocol):
     """Whoever holds something. `held`: bytes, written by `Inflight` alone."""
 
     held: int
@@ -32,11 +32,11 @@ class Inflight:
     def __init__(self, most: int) -> None:
         self.most = most
         self.used = 0
-        self._holders: dict[Holder, None] = {}  # in the order in which they began
+        self._holders: dict[BytesHolder, None] = {}  # in the order in which they began
         self._let_go = 0  # since memory was last given back to the system
         self._told = -_TOLD
 
-    def hold(self, holder: Holder, bytes: int) -> bool:
+    def hold(self, holder: BytesHolder, bytes: int) -> bool:
         """`holder` now holds so much. False if that is too much, and this one has to give it up: it counts no more."""
         more = bytes - holder.held
         if not more:

@@ -31,19 +31,19 @@ from .engine_side import AHEAD, IGNORED, REFUSED, STOP, Settings
 from .errors import ApiError, Disconnected, engine_down, without_paths
 from .grammars import GrammarSpec
 from .messages import (
+    Acknowledged,
     Alive,
-    Answer,
-    Ask,
-    Begun,
     Drop,
     End,
-    Failed,
+    EngineQuery,
     Likely,
     Progress,
+    QueryAnswer,
     Ready,
+    SampleBegun,
+    StartFailed,
+    StepOutput,
     Submit,
-    Taken,
-    Tokens,
     decode_to_api,
     encode,
 )
@@ -75,11 +75,11 @@ class Lane:
 
     __slots__ = ("begun", "end", "job", "likely", "over", "prompt", "tokens")
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: EngineJob) -> None:
         self.job = job
         self.tokens: list[int] = []
         self.likely: list[Likely] = []
-        self.begun: Begun | None = None
+        self.begun: SampleBegun | None = None
         self.prompt: list[Likely | None] | None = None
         self.end: End | None = None
         self.over = False  # whoever reads it has all that is wanted
@@ -91,7 +91,7 @@ class Lane:
             del self.job
 
 
-class Job:
+class EngineJob:
     """One request in the engine. `news`: a lane has tokens or an end, the client has left (`gone`), or nothing has come
     for long (`idle`).
 
@@ -197,7 +197,7 @@ class EngineLink:
         self.generated = 0  # tokens, since the start
         self.heard = time.monotonic()  # when the engine last sent anything
         self._number = 1
-        self._news: dict[Job, None] = {}  # whom the messages that were just taken are for
+        self._news: dict[EngineJob, None] = {}  # whom the messages that were just taken are for
         self._told = 0  # the last step that the engine knows to be taken
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._failed = ""
@@ -307,7 +307,7 @@ class EngineLink:
             lane.end = End(number, "abort", None, 0, why)
             lane.job.wake()
 
-    def expire(self, job: Job, seconds: float) -> None:
+    def expire(self, job: EngineJob, seconds: float) -> None:
         """A request has waited for its first token for so long: it waits no longer."""
         if any(lane.begun is not None for lane in job.lanes):
             return
@@ -348,18 +348,18 @@ class EngineLink:
         """Samples of somebody that wait or run."""
         return sum(lane.job.tenant == tenant for lane in self.lanes.values())
 
-    def job(self, lanes: int, tenant: str) -> Job:
+    def job(self, lanes: int, tenant: str) -> EngineJob:
         """A request of so many samples, to be submitted prompt by prompt."""
         if self.down is not None or not self.up:
             raise engine_down(self.down or "the engine is not ready yet")
-        job = Job(self, self._number, lanes, tenant)
+        job = EngineJob(self, self._number, lanes, tenant)
         self._number += lanes
         self.lanes.update(zip(job.numbers, job.lanes, strict=True))
         return job
 
     def submit(
         self,
-        job: Job,
+        job: EngineJob,
         at: int,
         tokens: bytes,
         params: SamplingParams,
@@ -397,7 +397,7 @@ class EngineLink:
             raise engine_down(self.down or "the engine is not ready yet")
         number, self._number = self._number, self._number + 1
         question = self._questions[number] = asyncio.get_running_loop().create_future()
-        self._send(Ask(number, what, arguments))
+        self._send(EngineQuery(number, what, arguments))
         try:
             return await asyncio.wait_for(question, seconds)
         except TimeoutError:
@@ -422,7 +422,7 @@ class EngineLink:
         try:
             while True:
                 message = decode_to_api(self._inward.recv(zmq.NOBLOCK))
-                if isinstance(message, Tokens):
+                if isinstance(message, StepOutput):
                     self._dispatch(message)
                     taken = message.step
                 else:
@@ -434,10 +434,10 @@ class EngineLink:
         self.heard = time.monotonic()
         if taken - self._told >= TOLD:
             self._told = taken
-            self._send(Taken(taken))
+            self._send(Acknowledged(taken))
         self._tell()
 
-    def _dispatch(self, message: Tokens) -> None:
+    def _dispatch(self, message: StepOutput) -> None:
         now = time.monotonic()
         self.lag = now - message.sent
         lanes, news = self.lanes, self._news
@@ -482,7 +482,7 @@ class EngineLink:
         self._doing_since = now
 
     def _other(self, message: Any) -> None:
-        if isinstance(message, Answer):
+        if isinstance(message, QueryAnswer):
             question = self._questions.get(message.number)
             if question is not None and not question.done():
                 if message.problem:
@@ -502,7 +502,7 @@ class EngineLink:
                 self._waiting.set_result(message)
         elif isinstance(message, Alive):
             pass
-        elif isinstance(message, Failed):
+        elif isinstance(message, StartFailed):
             self._failed = message.why
 
 

@@ -14,7 +14,7 @@ from sapwood.engine.params import SamplingParams
 from .errors import bad
 from .generation import Prompt
 from .messages import Likely
-from .tokens import Tokens
+from .tokens import AsyncTokenizer
 
 _encode = msgspec.json.Encoder().encode
 _MOST_SCORES = 1 << 16  # tokens of a prompt with their likeliest others
@@ -38,7 +38,9 @@ class PromptScore(Struct, gc=False):
     decoded_token: str
 
 
-def prompt_logprobs(tokens: list[int], found: list[Likely | None] | None, top: int, texts: Tokens | None) -> Raw:
+def prompt_logprobs(
+    tokens: list[int], found: list[Likely | None] | None, top: int, texts: AsyncTokenizer | None
+) -> Raw:
     """A list with a place for each token; nothing is known of the first."""
     text, told = _texts(texts), list[bytes]()
     for token, scores in zip(tokens, found or [None] * len(tokens), strict=True):
@@ -54,7 +56,7 @@ def prompt_logprobs(tokens: list[int], found: list[Likely | None] | None, top: i
 
 
 def chat_logprobs(
-    tokens: list[int], likely: list[Likely], top: int, texts: Tokens | None, ids: bool = False
+    tokens: list[int], likely: list[Likely], top: int, texts: AsyncTokenizer | None, ids: bool = False
 ) -> dict[str, Any]:
     """`ids`: tokens are named by them."""
     content = []
@@ -65,7 +67,7 @@ def chat_logprobs(
     return {"content": content, "refusal": None}
 
 
-def _named(token: int, score: float, texts: Tokens | None, ids: bool) -> dict[str, Any]:
+def _named(token: int, score: float, texts: AsyncTokenizer | None, ids: bool) -> dict[str, Any]:
     raw = b"" if texts is None else texts.detokenizer.token_bytes(token)
     return {"token": _texts(None if ids else texts)(token), "logprob": _finite(score), "bytes": list(raw)}
 
@@ -74,7 +76,7 @@ class CompletionLogprobs:
     """The four lists of a completion, as far as they go. `offset`: characters before the first token. `ids`: tokens are
     named by them."""
 
-    def __init__(self, top: int, texts: Tokens | None, offset: int, ids: bool = False) -> None:
+    def __init__(self, top: int, texts: AsyncTokenizer | None, offset: int, ids: bool = False) -> None:
         self.top = top
         self.offset = offset
         self._text = _texts(texts)
@@ -107,7 +109,7 @@ def joined(lists: list[dict[str, Any]]) -> dict[str, Any] | None:
     return {name: [each for some in lists for each in some[name]] for name in lists[0]}
 
 
-def _texts(texts: Tokens | None) -> Callable[[int], str]:
+def _texts(texts: AsyncTokenizer | None) -> Callable[[int], str]:
     return (lambda token: f"token_id:{token}") if texts is None else texts.token_text
 
 

@@ -52,15 +52,15 @@ class Drop(_Message):
     finished: bool
 
 
-class Ask(_Message):
-    """A question that `Answer` answers under the same number."""
+class EngineQuery(_Message):
+    """A question that `QueryAnswer` answers under the same number."""
 
     number: int
     what: str
     arguments: dict[str, Any]
 
 
-class Taken(_Message):
+class Acknowledged(_Message):
     """The API has dispatched all messages up to this step. Told every few steps."""
 
     step: int
@@ -88,13 +88,13 @@ class Ready(_Message):
     closes_within: float = 5.0  # seconds that it takes at most, at its end, to write what a store is owed
 
 
-class Failed(_Message):
+class StartFailed(_Message):
     """The engine cannot start, and why, for whoever started it."""
 
     why: str
 
 
-class Begun(_Message):
+class SampleBegun(_Message):
     """A sample has its first token: what it was served of its prompt, tokens by tier, and why no more."""
 
     number: int
@@ -115,14 +115,14 @@ class End(_Message):
     error: str
 
 
-class Tokens(_Message):
+class StepOutput(_Message):
     """What a step has brought. `ends` hold no tokens: a sample's last token comes in the same message or before."""
 
     step: int
     sent: float  # on the monotonic clock
     numbers: bytes
     tokens: bytes
-    begun: list[Begun]
+    begun: list[SampleBegun]
     ends: list[End]
     likely: dict[int, Likely]
     prompts: dict[int, list[Likely | None]]  # log-probabilities of prompts
@@ -132,7 +132,7 @@ class Alive(_Message):
     """The engine steps, and has nothing to tell."""
 
 
-class Answer(_Message):
+class QueryAnswer(_Message):
     """`problem`: a word for an error that is more than a wrong argument."""
 
     number: int
@@ -141,8 +141,8 @@ class Answer(_Message):
     problem: str = ""
 
 
-ToEngine = Submit | Drop | Ask | Taken
-ToApi = Tokens | Answer | Alive | Progress | Ready | Failed
+ToEngine = Submit | Drop | EngineQuery | Acknowledged
+ToApi = StepOutput | QueryAnswer | Alive | Progress | Ready | StartFailed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

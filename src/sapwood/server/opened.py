@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 from sapwood.engine.requests import Requests
 
 
-class Opened(NamedTuple):
+class LoadedModel(NamedTuple):
     engine: Requests
     folder: str  # where the model's files are, for the API's tokenizer
     tokenizer: str | None  # the path of tokenizer.json
     facts: dict[str, Any]
 
 
-def model(flags: Mapping[str, Any], progress: Callable[[str], None], events: bool) -> Opened:
+def model(flags: Mapping[str, Any], progress: Callable[[str], None], events: bool) -> LoadedModel:
     """A model of transformers. `flags` are fields of EngineConfig."""
     from sapwood.engine.core import Engine
     from sapwood.engine.default_model import DEFAULT_NAME
@@ -50,4 +50,4 @@ def model(flags: Mapping[str, Any], progress: Callable[[str], None], events: boo
         "families": {group.name: group.family for group in groups},
         "tokenizer": tokenizer,
     }
-    return Opened(engine, str(files.folder), tokenizer, facts)
+    return LoadedModel(engine, str(files.folder), tokenizer, facts)

@@ -9,7 +9,7 @@ MOST_RESPONSES = 4096
 MOST_BYTES = 256 << 20
 
 
-class Stored(NamedTuple):
+class StoredResponse(NamedTuple):
     """`body`: the response as JSON. `turns`: all that was said up to its end, lists of items as JSON; a response that
     follows another shares those before."""
 
@@ -27,7 +27,7 @@ class _Owner:
     """The responses of one key, the longest unused first."""
 
     def __init__(self) -> None:
-        self.kept: OrderedDict[str, Stored] = OrderedDict()
+        self.kept: OrderedDict[str, StoredResponse] = OrderedDict()
         self.bytes = 0
 
     def take(self, id: str) -> None:
@@ -50,7 +50,7 @@ class ResponseStore:
     def bytes(self) -> int:
         return sum(owner.bytes for owner in self._owners.values())
 
-    def put(self, id: str, stored: Stored) -> None:
+    def put(self, id: str, stored: StoredResponse) -> None:
         """Ids are new. What alone is larger than everything may be is not kept."""
         if stored.size > self._most_bytes:
             return
@@ -62,7 +62,7 @@ class ResponseStore:
         while self.bytes > self._most_bytes:
             self._forget(max(self._owners, key=lambda key: self._owners[key].bytes))
 
-    def get(self, id: str, owner: str | None) -> Stored | None:
+    def get(self, id: str, owner: str | None) -> StoredResponse | None:
         theirs = self._owners.get(owner)
         if theirs is None or id not in theirs.kept:
             return None

@@ -10,16 +10,16 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from .blocks import Block, Blocks, Closed, Opened, Step
+from .blocks import Block, BlockOpened, Blocks, Closed, Step
 from .conversation import written_to_cache
 from .errors import ApiError
-from .generation import Generation, Piece
+from .generation import Generation, TextPiece
 from .http import named_event
 from .logprobs import chat_logprobs
 from .response_items import is_json
 from .response_request import ReasoningConfig, ResponsesRequest, TextConfig
 from .serving import Serving
-from .spoken import Spoken, Tools
+from .spoken import AnswerParser, Tools
 from .tools import Content
 
 
@@ -61,7 +61,7 @@ class ResponsesWriter:
         self.created = int(time.time())
         self.status = "in_progress"
         splitter = serving.splitter(generation, tools, request.chat_template_kwargs)
-        self.blocks = Blocks(Spoken(tools, splitter), serving.tool_parser)
+        self.blocks = Blocks(AnswerParser(tools, splitter), serving.tool_parser)
         self.likely: dict[int, list[Any]] = {}  # block -> log-probabilities
         self._waiting: list[Any] = []  # log-probabilities of tokens whose text is not final
         self._sequence = 0
@@ -74,7 +74,7 @@ class ResponsesWriter:
             "response.in_progress", response=response
         )
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: TextPiece) -> bytes:
         steps = self.blocks.push(piece)
         if self.top is not None:
             self._score(piece, steps, self.top)
@@ -101,7 +101,7 @@ class ResponsesWriter:
 
     def _step(self, step: Step) -> bytes:
         block = step.block
-        if isinstance(step, Opened):
+        if isinstance(step, BlockOpened):
             return self._opened(block)
         if isinstance(step, Closed):
             return self._closed(block)
@@ -112,7 +112,7 @@ class ResponsesWriter:
             return self._event("response.function_call_arguments.delta", **place, delta=step.text)
         return self._event("response.reasoning_text.delta", **place, content_index=0, delta=step.text)
 
-    def _score(self, piece: Piece, steps: Sequence[Step], top: int) -> None:
+    def _score(self, piece: TextPiece, steps: Sequence[Step], top: int) -> None:
         """Log-probabilities go with the text that their tokens became. Of what became none, such as the marks of a
         call, they are not told."""
         if any(isinstance(step, Closed) for step in steps):

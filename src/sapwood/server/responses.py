@@ -15,7 +15,7 @@ from .http import Call, query_text
 from .response_input import page, with_ids
 from .response_items import chat_choice, chat_tools, item_messages
 from .response_request import InputTokensRequest, ResponsesRequest, check, format_of, logprobs_of
-from .response_store import ResponseStore, Stored
+from .response_store import ResponseStore, StoredResponse
 from .response_truncation import Item, fitting
 from .response_writer import ResponsesWriter
 from .schemas import parse
@@ -114,7 +114,7 @@ def _before(serving: Serving, call: Call, request: InputTokensRequest) -> tuple[
 
 
 def _keep(store: ResponseStore, owner: str | None, turns: tuple[bytes, ...], id: str, body: bytes, said: bytes) -> None:
-    store.put(id, Stored(owner, body, (*turns, said)))
+    store.put(id, StoredResponse(owner, body, (*turns, said)))
 
 
 def _unknown(id: str, code: str, param: str) -> ApiError:
@@ -144,7 +144,7 @@ async def cancel_response(serving: Serving, call: Call) -> None:
     raise unsupported("background", "a response is made while its client waits: close the connection to cancel it")
 
 
-def _kept(serving: Serving, call: Call) -> Stored:
+def _kept(serving: Serving, call: Call) -> StoredResponse:
     id = call.scope["path_params"]["id"]
     stored = serving.responses.get(id, call.caller.key)
     if stored is None:

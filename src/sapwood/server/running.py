@@ -37,7 +37,7 @@ from .metrics import Metrics
 from .record import TraceRecorder
 from .serving import Serving, Source
 from .template import ChatTemplate, find_template
-from .tokens import Tokens
+from .tokens import AsyncTokenizer
 from .tools import guess_parser
 
 log = logging.getLogger("sapwood")
@@ -353,9 +353,9 @@ class _Server:
                 log.info("%s", status_line(stats, running, waiting, self.recent.take(stats, self.link.generated)))
 
 
-def _read(ready: Ready, config: ServerConfig) -> tuple[Tokens | None, ChatTemplate | None, dict[str, Any]]:
+def _read(ready: Ready, config: ServerConfig) -> tuple[AsyncTokenizer | None, ChatTemplate | None, dict[str, Any]]:
     """What the API needs of a model's files. A disk may be slow: not for the event loop."""
     path = ready.facts.get("tokenizer")
-    tokens = None if path is None else Tokens(path)
+    tokens = None if path is None else AsyncTokenizer(path)
     template = None if path is None else find_template(ready.model, config.chat_template)
     return tokens, template, generation_defaults(ready.model, config.generation_config)

@@ -36,9 +36,9 @@ from .reasoning import ReasoningSplitter, splitter_for
 from .response_store import ResponseStore
 from .salt_key import salt_of
 from .schemas import MOST_NAMED, Sampling
-from .spoken import Tools, told_of_tools
+from .spoken import Tools, with_tools_in_system_prompt
 from .template import ChatTemplate, TemplateError
-from .tokens import Tokens
+from .tokens import AsyncTokenizer
 
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _PLAIN = (  # fields that requests and SamplingParams have in common
@@ -92,7 +92,7 @@ class Serving:
         self.sources: dict[str, Source] = {}
         self.parents: dict[str, str] = {}  # base models that adapters were given with, if they were
         self.created = int(time.time())
-        self.tokens: Tokens | None = None
+        self.tokens: AsyncTokenizer | None = None
         self.template: ChatTemplate | None = None
         self.tool_parser: str | None = None
         self.defaults: dict[str, Any] = {}
@@ -135,7 +135,7 @@ class Serving:
         assert self.link.ready is not None
         return int(self.link.ready.facts.get("max_logprobs", 20))
 
-    def tokenizer(self) -> Tokens:
+    def tokenizer(self) -> AsyncTokenizer:
         if self.tokens is None:
             raise ApiError(400, "this server has no tokenizer: send token ids to /v1/completions", "no_tokenizer")
         return self.tokens
@@ -188,7 +188,7 @@ class Serving:
             if "developer" not in template.text:  # many templates drop what they do not know
                 made = [{**each, "role": "system"} if each["role"] == "developer" else each for each in made]
             return template.render(
-                told_of_tools(made, tools) if tools and "tools" not in template.text else made,
+                with_tools_in_system_prompt(made, tools) if tools and "tools" not in template.text else made,
                 tools=tools,
                 add_generation_prompt=not goes_on if add_generation_prompt is None else add_generation_prompt,
                 continue_final_message=goes_on,

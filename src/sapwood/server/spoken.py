@@ -79,7 +79,7 @@ def most_calls(parallel_tool_calls: bool | None) -> int:
     return 1 if parallel_tool_calls is False else MOST_CALLS
 
 
-def told_of_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> list[Mapping[str, Any]]:
+def with_tools_in_system_prompt(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> list[Mapping[str, Any]]:
     """For a chat template that knows of no tools: messages that begin with what the model must know of them."""
     listed = "\n".join(msgspec.json.encode(tool).decode() for tool in tools)
     text = _TOOLS_TEXT.format(tools=listed)
@@ -89,7 +89,7 @@ def told_of_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -
     return [{"role": "system", "content": text}, *messages]
 
 
-class Spoken:
+class AnswerParser:
     """One sample. `splitter`: what tells its reasoning apart, or None."""
 
     __slots__ = ("_most", "_parser", "_splitter", "calls", "full")

@@ -45,7 +45,7 @@ _TRIED = (
 )
 
 
-class Tokens:
+class AsyncTokenizer:
     """A tokenizer, for one event loop."""
 
     def __init__(self, path: str, threads: int = 2) -> None:

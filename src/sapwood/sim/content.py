@@ -50,7 +50,7 @@ def prefix_digests(namespace: Namespace, tokens: Sequence[int]) -> Digests:
 
 
 @dataclass
-class Row:
+class ContentRow:
     """One request's part of a batch: positions [start, start + length), and where its memory is."""
 
     id: str
@@ -63,7 +63,7 @@ class Row:
 
 @dataclass
 class _Step:
-    rows: list[Row]
+    rows: list[ContentRow]
     copies: list[PageCopy]
     touches: dict[str, set[int]]  # by group
     ran: bool = False
@@ -164,7 +164,7 @@ class ContentDouble:
 
         cache.watch(watch)
 
-    def _touched(self, rows: list[Row], copies: list[PageCopy]) -> dict[str, set[int]]:
+    def _touched(self, rows: list[ContentRow], copies: list[PageCopy]) -> dict[str, set[int]]:
         """By group: the pages and slots that a step reads, writes or copies."""
         touched: dict[str, set[int]] = {name: set() for name in self.groups}
         for row in rows:
@@ -193,7 +193,7 @@ class ContentDouble:
 
     # ---- steps
 
-    def issue(self, step: int, rows: list[Row], copies: list[PageCopy]) -> None:
+    def issue(self, step: int, rows: list[ContentRow], copies: list[PageCopy]) -> None:
         """A plan goes out. It runs when it is finished, or when a later one must."""
         if self.steps and step <= max(self.steps):
             raise ContentError(f"step {step} was issued after step {max(self.steps)}")
@@ -280,7 +280,7 @@ class ContentDouble:
             if row.samples:
                 self._sample(at, row)
 
-    def _expected(self, row: Row) -> Digests:
+    def _expected(self, row: ContentRow) -> Digests:
         request = self.requests[row.id]
         if len(request.digests) < row.start + row.length:
             raise ContentError(
@@ -288,7 +288,7 @@ class ContentDouble:
             )
         return request.digests
 
-    def _write(self, step: int, row: Row) -> None:
+    def _write(self, step: int, row: ContentRow) -> None:
         digests = self._expected(row)
         end = row.start + row.length
         for name, table in row.tables.items():
@@ -317,7 +317,7 @@ class ContentDouble:
             memory.writer[pages, offsets] = step
             memory.fill_rest(pages)
 
-    def _scan(self, step: int, row: Row, memory: Memory, slot: int, digests: Digests) -> None:
+    def _scan(self, step: int, row: ContentRow, memory: Memory, slot: int, digests: Digests) -> None:
         before = ZERO_STATE if row.start == 0 else digests[row.start - 1]
         if not slot or int(memory.depths[slot]) != row.start or memory.values[slot, 0] != before:
             raise ContentError(
@@ -332,7 +332,7 @@ class ContentDouble:
         memory.writer[slot] = step
         memory.fill_rest(np.array([slot]))
 
-    def _read(self, step: int, row: Row) -> None:
+    def _read(self, step: int, row: ContentRow) -> None:
         digests = self._expected(row)
         end = row.start + row.length
         for name, table in row.tables.items():
@@ -354,14 +354,14 @@ class ContentDouble:
                 if memory.broken(pages[positions % self.page_size == self.page_size - 1]):
                     raise ContentError(f"{row.id}: step {step} reads {name}: a page did not come whole")
 
-    def _complain(self, step: int, row: Row, name: str, position: int, page: int, memory: Memory) -> None:
+    def _complain(self, step: int, row: ContentRow, name: str, position: int, page: int, memory: Memory) -> None:
         value = memory.values[page, position % self.page_size]
         what = "is the null page" if not page else "is poisoned" if value == POISON else "holds something else"
         raise ContentError(
             f"{row.id}: step {step} reads {name} at position {position} for a row from {row.start}: page {page} {what}"
         )
 
-    def _sample(self, at: _Step, row: Row) -> None:
+    def _sample(self, at: _Step, row: ContentRow) -> None:
         request = self.requests[row.id]
         end = row.start + row.length
         if len(request.tokens) < end:

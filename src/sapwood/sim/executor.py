@@ -27,7 +27,7 @@ from sapwood.scheduler import (
     StepFailed,
 )
 
-from .content import POISON, ContentDouble, ContentError, Row
+from .content import POISON, ContentDouble, ContentError, ContentRow
 from .depot import Depot
 
 Ids = npt.NDArray[np.int32]
@@ -66,10 +66,10 @@ class Life:
 
 
 @dataclass
-class _Flight:
+class _SimulatedStep:
     plan: Any
     lives: list[Life]
-    rows: list[Row]
+    rows: list[ContentRow]
     entries: list[tuple[str, int, Ids, Ids]]  # group, slot, columns its row reads, what they held when it went out
     batch: bytes  # as it went out
     doomed: bool = False
@@ -98,7 +98,7 @@ class ContentExecutor:
         self.random = random.Random(seed)
         self.lives: dict[str, Life] = {}
         self.slots: dict[int, Life] = {}  # who was last seen in a slot
-        self.flights: deque[_Flight] = deque()
+        self.flights: deque[_SimulatedStep] = deque()
         self.step: int | None = None  # of the last plan
         self.moving: dict[int, str] = {}  # transfers under way
         self.lookups: dict[int, Any] = {}  # and questions to the store
@@ -236,7 +236,7 @@ class ContentExecutor:
                     life.unsure = life.flying = 0
         return [StepFailed(flight.plan.step, reason)]
 
-    def _oldest(self) -> _Flight:
+    def _oldest(self) -> _SimulatedStep:
         if not self.flights:
             raise ValueError("no plan is in flight")
         flight = self.flights.popleft()
@@ -246,7 +246,7 @@ class ContentExecutor:
         _must(batch_bytes(flight.plan.batch) == flight.batch, f"the batch of step {flight.plan.step} changed in flight")
         return flight
 
-    def _entries_stayed(self, flight: _Flight) -> None:
+    def _entries_stayed(self, flight: _SimulatedStep) -> None:
         """What a plan's rows read stands in the tables as it went out, but that a real page of equal content may have
         replaced a duplicate."""
         for group, slot, columns, before in flight.entries:
@@ -263,7 +263,7 @@ class ContentExecutor:
 
     # ---- the plan against the contract
 
-    def _read(self, plan: Any) -> _Flight:
+    def _read(self, plan: Any) -> _SimulatedStep:
         """The rows of a plan as the double runs them. ContentError if they are not what the contract says."""
         batch, config = plan.batch, self.config
         rows = len(batch.ids)
@@ -286,7 +286,7 @@ class ContentExecutor:
             _must(len(adapters) <= config.max_loras, f"{len(adapters)} adapters, max_loras is {config.max_loras}")
 
         upset = self.failures + int(self.scheduler.cache.stats()["retracted"])
-        flight = _Flight(plan, [], [], [], batch_bytes(batch))
+        flight = _SimulatedStep(plan, [], [], [], batch_bytes(batch))
         at = 0
         kinds = set()
         for i, id in enumerate(batch.ids):
@@ -404,7 +404,7 @@ class ContentExecutor:
         life.end, life.cached, life.upset = start + length, cached, upset
         life.flying += 1
 
-    def _row(self, plan: Any, i: int, life: Life, start: int, length: int) -> Row:
+    def _row(self, plan: Any, i: int, life: Life, start: int, length: int) -> ContentRow:
         batch, end = plan.batch, start + length
         exist = len(life.known) + life.unsure
         samples = bool(batch.samples[i])
@@ -425,7 +425,7 @@ class ContentExecutor:
             _must(not wrong.any(), f"{life.id}: {name}: no page {tables[name][wrong][:1]}, there are {pages}")
             begins[name] = int(batch.write_from[name][i])
             _must(begins[name] >= start, f"{life.id}: {name}: writes from {begins[name]}, its row starts at {start}")
-        return Row(life.name, start, length, tables, begins, samples)
+        return ContentRow(life.name, start, length, tables, begins, samples)
 
     def _columns(self, name: str, start: int, end: int) -> Ids:
         """The entries of a group's table that a row reads or writes."""

@@ -48,7 +48,7 @@ _LONGEST = 12  # pages of the longest request where no group sets a limit
 
 
 @dataclass(frozen=True)
-class Report:
+class FuzzReport:
     """What happened, by number. `digest` is of every plan and every end."""
 
     layout: str
@@ -113,19 +113,19 @@ class _Row(NamedTuple):
 
 
 @dataclass
-class _Flight:
+class _FuzzedStep:
     rows: list[_Row]
     doomed: bool = False
 
 
-def fuzz(seed: int, steps: int, layout: str) -> Report:
+def fuzz(seed: int, steps: int, layout: str) -> FuzzReport:
     """Attack a scheduler for `steps` rounds, then let everything come to its end. Everything follows from the seed."""
     if layout in LAYOUTS and LAYOUTS[layout].pair:
         return _run_pair(seed, steps, layout)
     return Fuzz(seed, layout).run(steps)
 
 
-def _run_pair(seed: int, steps: int, layout: str) -> Report:
+def _run_pair(seed: int, steps: int, layout: str) -> FuzzReport:
     """Two schedulers, each under an attack of its own, with similar requests and one store between them."""
     one = Fuzz(seed, layout)
     two = Fuzz(seed, layout, one)
@@ -137,7 +137,7 @@ def _run_pair(seed: int, steps: int, layout: str) -> Report:
     ended = {reason: sum(r.ended.get(reason, 0) for r in reports) for reason in {**one.ended, **two.ended}}
     numbers = {
         name.name: sum(getattr(r, name.name) for r in reports)
-        for name in fields(Report)
+        for name in fields(FuzzReport)
         if name.name not in ("layout", "seed", "digest", "ended")
     }
     digest = hashlib.sha256(" ".join(r.digest for r in reports).encode()).hexdigest()
@@ -194,7 +194,7 @@ class Fuzz:
         self.epochs: dict[Namespace, int] = {}
         self.memory: dict[Namespace, set[int]] = {}  # digests of every prefix computed in this epoch
         self.stored: dict[Namespace, set[int]] = other.stored if other else {}  # ... that a store may have
-        self.flying: list[_Flight] = []  # plans with rows that are out, oldest first
+        self.flying: list[_FuzzedStep] = []  # plans with rows that are out, oldest first
         self.digest = hashlib.sha256()
         self.counts = dict.fromkeys(
             (
@@ -215,7 +215,7 @@ class Fuzz:
 
     # ---- the story
 
-    def run(self, steps: int) -> Report:
+    def run(self, steps: int) -> FuzzReport:
         """The whole attack, and the peace after it."""
         for _ in range(steps):
             self.arrive()
@@ -223,7 +223,7 @@ class Fuzz:
         self.drain()
         self.leave_nothing()
         transfers, store = self.cache.stats()["transfers"], self.scheduler.stats()["store"]
-        return Report(
+        return FuzzReport(
             self.layout,
             self.seed,
             self.digest.hexdigest(),
@@ -491,7 +491,7 @@ class Fuzz:
                 assert id in self.live, f"step {plan.step} has a row of {id}, which is not live"
                 rows.append(_Row(self.live[id], int(start), int(length)))
             if rows:
-                self.flying.append(_Flight(rows))
+                self.flying.append(_FuzzedStep(rows))
             for row in rows:
                 self.believe(row.request, row.start)
         self.close(plan.ended)
@@ -609,7 +609,7 @@ class Fuzz:
         digests: list[int] = self.digests(row.request)[row.start : row.start + row.length].tolist()
         return digests
 
-    def keep(self, done: _Flight) -> None:
+    def keep(self, done: _FuzzedStep) -> None:
         """Rows of later plans began on what this one promised. It is real now, and theirs: should their own step fail
         they go on from there, even if their namespace is evicted meanwhile."""
         for row in [row for later in self.flying if later is not done for row in later.rows]:

@@ -47,7 +47,7 @@ _LOOK = 256  # plans between two looks of whoever watches
 Parts = tuple[tuple[int, int], ...]  # of a block: up to which token it is as which block
 
 
-class Asked(NamedTuple):
+class TraceRequest(NamedTuple):
     """One request of a trace."""
 
     seconds: float
@@ -67,9 +67,9 @@ class Asked(NamedTuple):
         return tokens.reshape(-1)[: self.length].astype(np.int32, copy=False)
 
 
-def read_trace(path: Path | str, limit: int | None = None) -> list[Asked]:
+def read_trace(path: Path | str, limit: int | None = None) -> list[TraceRequest]:
     """The requests of a trace in order of arrival. ValueError with the line that cannot be read."""
-    asked: list[Asked] = []
+    asked: list[TraceRequest] = []
     numbers: dict[int, int] = {}  # ids may be hashes: blocks are numbered in the order in which they are read
     parts: dict[int, Parts] = {}
     with open(path, encoding="utf-8") as lines:
@@ -98,7 +98,7 @@ def _begins_like(parts: Parts, block: int, tokens: int) -> Parts:
     return (*found, (tokens, source))
 
 
-def _read_line(path: Path | str, number: int, line: str) -> tuple[Asked, tuple[int, int, int] | None]:
+def _read_line(path: Path | str, number: int, line: str) -> tuple[TraceRequest, tuple[int, int, int] | None]:
     try:
         fields = json.loads(line)
         seconds = float(fields["timestamp"]) / 1e3
@@ -121,10 +121,10 @@ def _read_line(path: Path | str, number: int, line: str) -> tuple[Asked, tuple[i
         raise ValueError(
             f"{path}, line {number}: near must be the index of a block, a hash id and 1 to {BLOCK} tokens, got {near}"
         )
-    return Asked(seconds, length, max(1, output), blocks), near
+    return TraceRequest(seconds, length, max(1, output), blocks), near
 
 
-def unlimited_rate(asked: Iterable[Asked]) -> float:
+def unlimited_rate(asked: Iterable[TraceRequest]) -> float:
     """The part of all blocks that a cache without limits, which shares nothing in flight, would have had."""
     seen: set[int] = set()
     blocks = hits = 0
@@ -258,7 +258,7 @@ class TraceReplay:
 
     def __init__(
         self,
-        asked: Sequence[Asked],
+        asked: Sequence[TraceRequest],
         config: SchedulerConfig,
         model: Cost,
         watch: Callable[[int, float], None],
@@ -392,7 +392,7 @@ def _spread(values: list[float]) -> tuple[float, float]:
 
 
 def replay_trace(
-    asked: Sequence[Asked],
+    asked: Sequence[TraceRequest],
     device_pages: int,
     host_pages: int = 0,
     page_size: int = 16,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .breaker import Breaker, Missing
 from .faulty import Faults, FaultyBackend
-from .gate import Gate
+from .gate import InterpreterYield
 from .keys import Fingerprint, GroupLayout
 from .opening import check_uri, open_store, store_folder
 from .protocol import Backend, JobDone, Released, StoreError, timeout_for, unbroken_run
@@ -17,8 +17,8 @@ __all__ = [
     "Faults",
     "FaultyBackend",
     "Fingerprint",
-    "Gate",
     "GroupLayout",
+    "InterpreterYield",
     "JobDone",
     "Missing",
     "Released",

@@ -10,7 +10,7 @@ _ONE = (1).to_bytes(8, sys.byteorder)
 _ALL = 1 << 16  # bytes: as much as a pipe holds
 
 
-class Bell:
+class Wakeup:
     """`fileno()` is readable from `ring` to `clear`.
 
     Every `ring` writes and every `clear` reads: a flag that spares the call would be set or read at another moment

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .protocol import MISSING, Backend, Got, Kept, StoreError
+from .protocol import MISSING, Backend, Got, PutResult, StoreError
 from .values import Item
 
 
@@ -88,18 +88,18 @@ class FaultyBackend(Backend):
             else:
                 yield got
 
-    def put(self, items: Sequence[Item]) -> Iterator[Kept]:
+    def put(self, items: Sequence[Item]) -> Iterator[PutResult]:
         self._begin("put", [item.name for item in items])
         kept = []
         for i, item in enumerate(items):
             if self._hit("full", item.name):
-                yield Kept(i, "full")
+                yield PutResult(i, "full")
             elif self._hit("partial", item.name):
-                yield Kept(i, "error")
+                yield PutResult(i, "error")
             else:
                 kept.append(i)
         for i, lost in self.inner.put([items[i] for i in kept]):
-            yield Kept(kept[i], lost)
+            yield PutResult(kept[i], lost)
 
     def delete(self, names: Sequence[str]) -> None:
         self.inner.delete(names)

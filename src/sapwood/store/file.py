@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .ledger import UNCOUNTED, Ledger, charge
-from .protocol import FAILED, MISSING, Backend, Got, Kept, StoreError
+from .ledger import UNCOUNTED, ByteLedger, charge
+from .protocol import FAILED, MISSING, Backend, Got, PutResult, StoreError
 from .values import HEAD_BYTES, Item
 
 log = logging.getLogger("sapwood.store")
@@ -45,7 +45,7 @@ _FRESH = 30.0  # seconds within which a second use of a file is not written to d
 _GOING = 1024  # files that go at once: others wait for the ledger meanwhile
 
 
-class Known(NamedTuple):
+class KnownFile(NamedTuple):
     """A file as this process last saw it."""
 
     charge: int
@@ -65,7 +65,7 @@ class FileBackend(Backend):
             if not trusted:
                 check_folder(root)
             _claim(root)
-            self._ledger = Ledger(root, limit)
+            self._ledger = ByteLedger(root, limit)
         except TimeoutError as error:
             raise StoreError(f"file store {root}: {error}") from None
         except OSError as error:
@@ -76,7 +76,7 @@ class FileBackend(Backend):
         self._aligned: set[int] = set()
         self._direct = True  # until the file system says no
         self._lock = threading.Lock()  # of what follows
-        self._index: OrderedDict[bytes, Known] = OrderedDict()  # least recently used first
+        self._index: OrderedDict[bytes, KnownFile] = OrderedDict()  # least recently used first
         self._known = 0
         self._evicted = self._scans = 0
         self._counted_at = 0  # of ledger.taken(), when the files were last counted
@@ -174,13 +174,13 @@ class FileBackend(Backend):
 
     # ---- writing
 
-    def put(self, items: Sequence[Item]) -> Iterator[Kept]:
+    def put(self, items: Sequence[Item]) -> Iterator[PutResult]:
         new: list[tuple[int, Item, bytes]] = []
         for i, item in enumerate(items):
             self.gate.give_way()
             digest = _digest(item.name)
             if self._there(digest, _BLOCK + len(item.page)):
-                yield Kept(i, "")
+                yield PutResult(i, "")
             else:
                 new.append((i, item, digest))
         # Room for all at once, unless that is much of what there is.
@@ -189,13 +189,13 @@ class FileBackend(Backend):
         for batch in batches:
             yield from self._put(batch)
 
-    def _put(self, batch: list[tuple[int, Item, bytes]]) -> Iterator[Kept]:
+    def _put(self, batch: list[tuple[int, Item, bytes]]) -> Iterator[PutResult]:
         if not batch:
             return
         charges = [charge(_BLOCK + len(item.page)) for _, item, _ in batch]
         if not self._take(sum(charges)):
             for i, _, _ in batch:
-                yield Kept(i, "full")
+                yield PutResult(i, "full")
             return
         kept = 0
         try:
@@ -207,7 +207,7 @@ class FileBackend(Backend):
                     self._note(digest, cost, time.time())
                 except OSError as error:
                     lost = "full" if error.errno in _FULL else "error"
-                yield Kept(i, lost)
+                yield PutResult(i, lost)
         finally:
             self._ledger.settle(sum(charges), kept)
 
@@ -358,7 +358,7 @@ class FileBackend(Backend):
     def _note(self, digest: bytes, cost: int, used: float) -> None:
         with self._lock:
             before = self._index.pop(digest, None)
-            self._index[digest] = Known(cost, used)
+            self._index[digest] = KnownFile(cost, used)
             self._known += cost - (before.charge if before else 0)
 
     def _first_scan(self) -> None:
@@ -397,9 +397,9 @@ class FileBackend(Backend):
                         costs.append(charge(found.st_size))
                         digests.append(digest)
                         self.gate.give_way()
-            index: OrderedDict[bytes, Known] = OrderedDict()
+            index: OrderedDict[bytes, KnownFile] = OrderedDict()
             for i in map(int, np.argsort(np.frombuffer(times))) if times else ():
-                index[digests[i]] = Known(costs[i], times[i])
+                index[digests[i]] = KnownFile(costs[i], times[i])
                 self.gate.give_way()
             with self._lock:
                 before = self._index

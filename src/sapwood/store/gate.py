@@ -13,7 +13,7 @@ from collections import deque
 _PATIENCE = 0.02  # seconds after which a thread goes on all the same: pages have deadlines too
 
 
-class Gate:
+class InterpreterYield:
     """Shut `with gate:` by one thread, which never waits here. The others `give_way` wherever they can stop."""
 
     def __init__(self, patience: float = _PATIENCE) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .breaker import Breaker, Missing
-from .gate import Gate
+from .gate import InterpreterYield
 from .keys import Fingerprint
 from .protocol import FAILED, MISSING, Backend, JobDone, Kind, Released
 from .store import Store, log
@@ -81,7 +81,7 @@ class _Job:
 class ThreadStore(Store):
     """A store whose backend is called by threads of this process, on memory of any kind."""
 
-    gate: Gate
+    gate: InterpreterYield
 
     def __init__(
         self,

@@ -54,7 +54,7 @@ class Mark(NamedTuple):
     owed: int
 
 
-class Ledger:
+class ByteLedger:
     def __init__(self, root: str, limit: int) -> None:
         self.limit = limit
         self._tmp = os.path.join(root, "tmp")

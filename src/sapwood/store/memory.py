@@ -7,11 +7,11 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .protocol import MISSING, Backend, Got, Kept
+from .protocol import MISSING, Backend, Got, PutResult
 from .values import HEAD_BYTES, Item
 
 
-class Shelf:
+class SharedValues:
     """What all stores of one name share: values in order of use, and their bytes."""
 
     def __init__(self) -> None:
@@ -21,11 +21,11 @@ class Shelf:
 
 
 class MemoryBackend(Backend):
-    _shelves: dict[str, Shelf] = {}  # noqa: RUF012
+    _shelves: dict[str, SharedValues] = {}  # noqa: RUF012
     workers = 2
 
     def __init__(self, name: str, limit: int) -> None:
-        self._shelf = self._shelves.setdefault(name, Shelf()) if name else Shelf()
+        self._shelf = self._shelves.setdefault(name, SharedValues()) if name else SharedValues()
         self._limit = limit
         self._evicted = 0
 
@@ -46,11 +46,11 @@ class MemoryBackend(Backend):
             item.page[:size] = memoryview(value)[HEAD_BYTES : HEAD_BYTES + size]
             yield Got(i, value[:HEAD_BYTES], max(0, len(value) - HEAD_BYTES))
 
-    def put(self, items: Sequence[Item]) -> Iterator[Kept]:
+    def put(self, items: Sequence[Item]) -> Iterator[PutResult]:
         shelf = self._shelf
         for i, item in enumerate(items):
             if item.name in shelf.values:
-                yield Kept(i, "")
+                yield PutResult(i, "")
                 continue
             value = b"".join((item.head(), item.page))
             with shelf.lock:
@@ -61,7 +61,7 @@ class MemoryBackend(Backend):
                 if fits:
                     shelf.used += len(value) - len(shelf.values.pop(item.name, b""))
                     shelf.values[item.name] = value
-            yield Kept(i, "" if fits else "full")
+            yield PutResult(i, "" if fits else "full")
 
     def delete(self, names: Sequence[str]) -> None:
         shelf = self._shelf

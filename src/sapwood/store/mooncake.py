@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .protocol import FAILED, MISSING, Backend, Got, Kept, StoreError
+from .protocol import FAILED, MISSING, Backend, Got, PutResult, StoreError
 from .values import HEAD_BYTES, Item
 
 _NO_ROOM = -200
@@ -90,7 +90,7 @@ class MooncakeBackend(Backend):
                 head = heads[i * HEAD_BYTES : (i + 1) * HEAD_BYTES]
                 yield Got(i, head[: max(0, code)], max(0, code - HEAD_BYTES))
 
-    def put(self, items: Sequence[Item]) -> Iterator[Kept]:
+    def put(self, items: Sequence[Item]) -> Iterator[PutResult]:
         heads, address = self._heads()
         for i, item in enumerate(items):
             heads[i * HEAD_BYTES : (i + 1) * HEAD_BYTES] = item.head()
@@ -98,7 +98,7 @@ class MooncakeBackend(Backend):
         codes = self._client.batch_put_from_multi_buffers([item.name for item in items], pointers, sizes)
         self._note(codes)
         for i, code in enumerate(codes):
-            yield Kept(i, "" if code == 0 else "full" if code == _NO_ROOM else "error")
+            yield PutResult(i, "" if code == 0 else "full" if code == _NO_ROOM else "error")
 
     def delete(self, names: Sequence[str]) -> None:
         self._note(self._client.batch_remove(list(names), True))

@@ -65,7 +65,7 @@ main()
 _processor: Callable[[], int] = getattr(ctypes.PyDLL(None), "sched_getcpu", lambda: -1)  # that this thread runs on
 
 
-class _Flight(NamedTuple):
+class _JobInFlight(NamedTuple):
     """A job that the process has, or will be sent."""
 
     id: int
@@ -85,7 +85,7 @@ class _Child:
 
     def __init__(self, hello: list[tuple[bytes, int | None]]) -> None:
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.link = wire.Link(mine)
+        self.link = wire.Connection(mine)
         path = str(Path(__file__).resolve().parents[2])
         self.process = Process(_CODE.format(path=path), its)
         for data, file in hello:
@@ -131,8 +131,8 @@ class ProcessStore(Store):
         missing = Missing() if missing is None else missing
         self._opening = wire.Opening(uri, fingerprint, missing.seconds, missing.capacity)
         self._places: dict[str, tuple[int, bytes]] = {}  # by group: the file of its memory, and where in it
-        self._live: dict[int, _Flight] = {}  # not reported
-        self._late: dict[int, _Flight] = {}  # reported, but the process may still have its memory
+        self._live: dict[int, _JobInFlight] = {}  # not reported
+        self._late: dict[int, _JobInFlight] = {}  # reported, but the process may still have its memory
         self._first_deadline = math.inf  # of those alive, with the grace they have, or earlier
         self._looked = time.monotonic()
         self._spared = False  # those whose time is up were given some more, because nobody had looked
@@ -265,16 +265,16 @@ class ProcessStore(Store):
     ) -> None:
         there = pages != 0
         asked = {arena.group: there[:, i] for i, arena in enumerate(arenas)}
-        self._live[id] = _Flight(id, kind, asked, deadline, int(np.count_nonzero(there)))
+        self._live[id] = _JobInFlight(id, kind, asked, deadline, int(np.count_nonzero(there)))
         self._first_deadline = min(self._first_deadline, deadline + _GRACE)
         assert self._child is not None
         if _processor() != self._processor:
             self._stand_aside(self._child)
         groups = [arena.index for arena in arenas]
-        self._child.link.send(wire.Job(id, kind, deadline, groups, hashes, pages).frame())
+        self._child.link.send(wire.SentJob(id, kind, deadline, groups, hashes, pages).frame())
         self._watch()
 
-    def _done(self, told: wire.Done) -> None:
+    def _done(self, told: wire.JobReport) -> None:
         job = self._live.pop(told.id, None)
         if job is None:  # it was late
             if not told.held:
@@ -353,7 +353,7 @@ class ProcessStore(Store):
 
     def _hear(self, child: _Child, kind: int, body: bytes) -> None:
         if kind == wire.DONE:
-            self._done(wire.Done.read(body))
+            self._done(wire.JobReport.read(body))
         elif kind == wire.RELEASED:
             self._release(wire.read_released(body))
         elif kind == wire.TAKEN:

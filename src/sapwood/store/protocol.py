@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .gate import Gate
+from .gate import InterpreterYield
 from .values import Item
 
 Kind = Literal["exists", "get", "put"]
@@ -80,7 +80,7 @@ class Got(NamedTuple):
     size: int
 
 
-class Kept(NamedTuple):
+class PutResult(NamedTuple):
     """Whether item `at` is stored now: `lost` is empty, or "full" or "error"."""
 
     at: int
@@ -100,10 +100,10 @@ class Backend(ABC):
     small_bytes = 0  # with pages below this size it gets one part at a time: handling them is mostly Python
 
     @cached_property
-    def gate(self) -> Gate:
+    def gate(self) -> InterpreterYield:
         """A call that does much in Python itself gives way here as often as it can: the store does so after every page
         of `get` and `put`."""
-        return Gate()
+        return InterpreterYield()
 
     def register(self, group: str, array: NDArray[np.uint8]) -> None:  # noqa: B027
         """Host memory that pages will be read from and written to."""
@@ -115,7 +115,7 @@ class Backend(ABC):
     def get(self, items: Sequence[Item]) -> Iterator[Got]: ...
 
     @abstractmethod
-    def put(self, items: Sequence[Item]) -> Iterator[Kept]: ...
+    def put(self, items: Sequence[Item]) -> Iterator[PutResult]: ...
 
     @abstractmethod
     def delete(self, names: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .protocol import FAILED, MISSING, Backend, Got, Kept, StoreError
+from .protocol import FAILED, MISSING, Backend, Got, PutResult, StoreError
 from .values import HEAD_BYTES, Item
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class RedisBackend(Backend):
                         page[:] = memoryview(value)[HEAD_BYTES:]
                     yield Got(place, value[:HEAD_BYTES], max(0, size))
 
-    def put(self, items: Sequence[Item]) -> Iterator[Kept]:
+    def put(self, items: Sequence[Item]) -> Iterator[PutResult]:
         for places, pipe in self._pipes([item.name for item in items]):
             for place in places:
                 if self._ttl is None:
@@ -169,9 +169,9 @@ class RedisBackend(Backend):
             new = []
             for place, there in zip(places, self._execute_or_fail(pipe, len(places)), strict=True):
                 if isinstance(there, Exception):
-                    yield Kept(place, "error")
+                    yield PutResult(place, "error")
                 elif there:
-                    yield Kept(place, "")
+                    yield PutResult(place, "")
                 else:
                     new.append(place)
             for place in new:
@@ -179,7 +179,7 @@ class RedisBackend(Backend):
             for place, done in zip(new, self._execute_or_fail(pipe, len(new)), strict=True):
                 full = isinstance(done, Exception) and "OOM" in f"{type(done).__name__} {done}".upper()
                 full = full or isinstance(done, self._redis.exceptions.OutOfMemoryError)
-                yield Kept(place, "full" if full else "" if done is True else "error")
+                yield PutResult(place, "full" if full else "" if done is True else "error")
 
     def delete(self, names: Sequence[str]) -> None:
         for places, pipe in self._pipes(names):

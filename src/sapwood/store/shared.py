@@ -20,7 +20,7 @@ class Mapping(mmap.mmap):
     file: int
 
 
-class Place(NamedTuple):
+class SharedPlace(NamedTuple):
     """Where an array lies in such memory."""
 
     file: int
@@ -47,7 +47,7 @@ def shared(shape: tuple[int, int]) -> NDArray[np.uint8]:
     return np.frombuffer(mapping, np.uint8, nbytes).reshape(shape)
 
 
-def place_of(array: NDArray[np.uint8]) -> Place | None:
+def place_of(array: NDArray[np.uint8]) -> SharedPlace | None:
     """Where an array lies in memory that `shared` made; None if it lies elsewhere."""
     base: object = array
     while isinstance(base, np.ndarray | memoryview):
@@ -55,7 +55,7 @@ def place_of(array: NDArray[np.uint8]) -> Place | None:
     if not isinstance(base, Mapping):
         return None
     first = np.frombuffer(base, np.uint8, 1).ctypes.data
-    return Place(base.file, int(array.ctypes.data) - first)
+    return SharedPlace(base.file, int(array.ctypes.data) - first)
 
 
 def attach(file: int, offset: int, shape: tuple[int, int]) -> NDArray[np.uint8]:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .breaker import Breaker
-from .gate import Gate
+from .gate import InterpreterYield
 from .keys import Fingerprint
 from .protocol import JobDone, Kind, Released, StoreError
 from .values import Arena, digests
@@ -37,7 +37,9 @@ class Store(ABC):
     again under the same adapter, salt and version. docs/store.md ("Who shares") says what to do instead.
     """
 
-    gate: Gate | None = None  # `with store.gate:` its threads are not in the way; None if it has none in this process
+    gate: InterpreterYield | None = (
+        None  # `with store.gate:` its threads are not in the way; None if it has none in this process
+    )
 
     def __init__(
         self,

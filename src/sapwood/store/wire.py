@@ -65,7 +65,7 @@ class Frames:
         return frames
 
 
-class Link:
+class Connection:
     """An end of the socket whose owner never waits: what cannot be sent yet is kept, and sent on with every call."""
 
     def __init__(self, end: socket.socket) -> None:
@@ -191,7 +191,7 @@ def read_registered(body: bytes) -> int:
 # ---- jobs
 
 
-class Job(NamedTuple):
+class SentJob(NamedTuple):
     id: int
     kind: Kind
     deadline: float  # of the monotonic clock, which all processes of a machine share
@@ -214,7 +214,7 @@ class Job(NamedTuple):
         )
 
     @classmethod
-    def read(cls, body: bytes) -> Job:
+    def read(cls, body: bytes) -> SentJob:
         id, kind, deadline, n, groups = _JOB.unpack_from(body)
         names = struct.unpack_from(f"<{groups}H", body, _JOB.size)
         begin = _JOB.size + 2 * groups
@@ -222,7 +222,7 @@ class Job(NamedTuple):
         return cls(id, KINDS[kind], deadline, names, body[begin : begin + 32 * n], table.astype(np.int64))
 
 
-class Done(NamedTuple):
+class JobReport(NamedTuple):
     """A JobDone as it travels, with what it says about the store."""
 
     id: int
@@ -234,7 +234,7 @@ class Done(NamedTuple):
     ok: bytes
 
     @classmethod
-    def of(cls, done: JobDone, neglected: bool, answered: bool, why: str) -> Done:
+    def of(cls, done: JobDone, neglected: bool, answered: bool, why: str) -> JobReport:
         ok = b"".join(mine.tobytes() for mine in done.ok.values())
         return cls(done.job, done.failed, done.held, neglected, answered, why[:500], ok)
 
@@ -244,7 +244,7 @@ class Done(NamedTuple):
         return frame(DONE, head + why + self.ok)
 
     @classmethod
-    def read(cls, body: bytes) -> Done:
+    def read(cls, body: bytes) -> JobReport:
         id, failed, held, neglected, answered, length = _DONE.unpack_from(body)
         why = body[_DONE.size : _DONE.size + length].decode(errors="replace")
         return cls(id, FAILURES[failed], bool(held), bool(neglected), bool(answered), why, body[_DONE.size + length :])

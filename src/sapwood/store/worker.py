@@ -18,7 +18,7 @@ import time
 from typing import Any
 
 from . import wire
-from .bell import Bell
+from .bell import Wakeup
 from .breaker import Breaker, Missing
 from .jobs import ThreadStore, _Job
 from .keys import Fingerprint
@@ -35,7 +35,7 @@ _NEVER = 10**9  # failures: whether to ask at all is decided before a job comes 
 class _Served(ThreadStore):
     """A store that keeps for each job what it says about the backend: the judge is elsewhere."""
 
-    def __init__(self, backend: Backend, fingerprint: Fingerprint, shown: str, missing: Missing, bell: Bell) -> None:
+    def __init__(self, backend: Backend, fingerprint: Fingerprint, shown: str, missing: Missing, bell: Wakeup) -> None:
         options: dict[str, Any] = {
             "breaker": Breaker(failures=_NEVER),
             "missing": missing,
@@ -47,7 +47,7 @@ class _Served(ThreadStore):
         super().__init__(backend, fingerprint, shown=shown, **options)
         self.names = [layout.name for layout in fingerprint.in_order()]
 
-    def take(self, job: wire.Job) -> None:
+    def take(self, job: wire.SentJob) -> None:
         arenas = [self._arenas[self.names[index]] for index in job.groups]
         self._begin(job.id, job.kind, job.hashes, arenas, job.pages, job.deadline)
 
@@ -81,7 +81,7 @@ class _Served(ThreadStore):
             frames.append(wire.frame(wire.COUNTS, json.dumps(self.stats(), default=str).encode()))
         for report in reports:
             if isinstance(report, JobDone):
-                frames.append(wire.Done.of(report, *self.said.pop(report.job)).frame())
+                frames.append(wire.JobReport.of(report, *self.said.pop(report.job)).frame())
             else:
                 frames.append(wire.released(report.job))
         return b"".join(frames)
@@ -92,8 +92,8 @@ class _Desk:
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
-        self._link = wire.Link(end)
-        self._bell = Bell()
+        self._link = wire.Connection(end)
+        self._bell = Wakeup()
         self._store: _Served | None = None
         self._poller = select.poll()
         self._poller.register(self._bell, select.POLLIN)
@@ -107,7 +107,7 @@ class _Desk:
                     continue
                 assert self._store is not None
                 if kind == wire.JOB:
-                    self._store.take(wire.Job.read(body))
+                    self._store.take(wire.SentJob.read(body))
                 elif kind == wire.REGISTER:
                     self._register(self._store, body)
                 elif kind == wire.CLOSE:

@@ -6,7 +6,7 @@
 - `forced_calls`: for calls that the request demands, a grammar and a parser: in the form that the model writes
   (`written_grammar`), or else as JSON (`forced_schema`, `ForcedParser`).
 - `ToolParser`: what all parsers do: text in, `Delta`s out (`Content`, `CallBegins`, `CallArguments`). `gather` makes
-  content and `Call`s of them.
+  content and `ToolCall`s of them.
 - `call_id`: a fresh id for a call.
 
     parser = parser_for("hermes")()
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from .deltas import MOST_CALLS, Call, CallArguments, CallBegins, Content, Delta, ToolParser, gather
+from .deltas import MOST_CALLS, CallArguments, CallBegins, Content, Delta, ToolCall, ToolParser, gather
 from .forced import ForcedParser, forced_schema, functions_of
 from .formats import HermesParser, Llama3JsonParser, MistralParser
 from .request import MOST_TOOLS, ToolChoice, check_tools
@@ -36,7 +36,6 @@ __all__ = [
     "MOST_CALLS",
     "MOST_TOOLS",
     "PARSERS",
-    "Call",
     "CallArguments",
     "CallBegins",
     "Content",
@@ -48,6 +47,7 @@ __all__ = [
     "Llama3JsonParser",
     "MistralParser",
     "Qwen3CoderParser",
+    "ToolCall",
     "ToolChoice",
     "ToolParser",
     "call_id",

@@ -50,12 +50,12 @@ class ToolParser(Protocol):
     def finish(self) -> list[Delta]: ...
 
 
-class Call(NamedTuple):
+class ToolCall(NamedTuple):
     name: str
     arguments: str  # JSON text, unless the call broke or was cut off
 
 
-def gather(deltas: Iterable[Delta]) -> tuple[str, list[Call]]:
+def gather(deltas: Iterable[Delta]) -> tuple[str, list[ToolCall]]:
     """The content and the calls of a whole text."""
     content: list[str] = []
     names: list[str] = []
@@ -68,4 +68,4 @@ def gather(deltas: Iterable[Delta]) -> tuple[str, list[Call]]:
             arguments.append([])
         else:
             arguments[delta.index].append(delta.text)
-    return "".join(content), [Call(name, "".join(pieces)) for name, pieces in zip(names, arguments, strict=True)]
+    return "".join(content), [ToolCall(name, "".join(pieces)) for name, pieces in zip(names, arguments, strict=True)]
