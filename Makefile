@@ -55,8 +55,7 @@ test-all: env  ## the same, and attacks by the clock, from seeds that are drawn:
 lint: $(STAMP)  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict $(wildcard src/sapwood/cache src/sapwood/scheduler src/sapwood/store src/sapwood/engine src/sapwood/server \
-	  src/sapwood/bench src/sapwood/cli.py)
+	$(BIN)/mypy --strict $(addprefix src/sapwood/,cache scheduler store engine server bench commands cli.py)
 
 bench: $(STAMP)  ## figures, beside the yardsticks, in one run
 	$(BIN)/python -m benchmarks

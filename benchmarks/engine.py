@@ -22,7 +22,7 @@ def figures(quick: bool) -> Iterator[Figure]:
         import torch  # noqa: F401
         import transformers  # noqa: F401
 
-        from sapwood.engine.default_model import default_model
+        from sapwood.engine.loading.default_model import default_model
 
         default_model()
     except (ImportError, ValueError) as missing:
@@ -57,7 +57,7 @@ def throughput(what: str, length: int, shared: int, bar: float, repeats: int) ->
     import transformers
 
     from sapwood.bench.run import Prompts, opened, run
-    from sapwood.engine.weights import find_model, load_model
+    from sapwood.engine.loading.weights import find_model, load_model
 
     transformers.utils.logging.set_verbosity_error()
     model: Any = load_model(find_model(None, load_format="auto"), dtype="auto", device="cpu")

@@ -36,7 +36,7 @@ def figures(quick: bool) -> Iterator[Figure]:
         import uvicorn  # noqa: F401
         import uvloop  # noqa: F401
 
-        from sapwood.engine.default_model import default_model
+        from sapwood.engine.loading.default_model import default_model
 
         folder = default_model()
     except (ImportError, ValueError) as missing:

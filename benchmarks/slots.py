@@ -1,5 +1,5 @@
 """`python -m benchmarks.slots`: what part of the memory state slots should have. Hit rates of two kinds of chats, for
-models whose slot costs as much as so many tokens of K and V; the part that `sapwood.engine.sizing` gives is marked.
+models whose slot costs as much as so many tokens of K and V; the part that engine/models/sizing.py gives is marked.
 
     long     48 chats of 3 turns of 2,600 tokens, 16 at a time: nothing shared but 64 tokens
     shared   100 chats of 5 turns of 200 tokens behind one system prompt of 2,048, 32 at a time
@@ -13,7 +13,7 @@ import sys
 import numpy as np
 
 from sapwood.cache import CacheGroup
-from sapwood.engine.sizing import CONTEXT, SLOTS
+from sapwood.engine.models.sizing import CONTEXT, SLOTS
 
 from . import ours
 from .sessions import PAGE

@@ -35,7 +35,7 @@ import numpy as np
 
 from sapwood.cache import CacheGroup
 from sapwood.engine import DeviceArena, EngineLoop, HostArena, NumpyMover, Tiers
-from sapwood.engine.arena import aligned
+from sapwood.engine.transfer.arena import aligned
 from sapwood.scheduler import Event, Plan, RequestSpec, Scheduler, SchedulerConfig, StepDone
 from sapwood.store import Fingerprint, GroupLayout, Store, open_store
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from sapwood.cache import CacheGroup
 from sapwood.engine import DeviceArena, HostArena, Mover, open_mover
-from sapwood.engine.arena import aligned
+from sapwood.engine.transfer.arena import aligned
 
 from .timing import Figure, alternate, calls, clock
 
@@ -115,7 +115,7 @@ def against_memcpy(
 def on_torch(quick: bool) -> Iterator[Figure]:
     import torch
 
-    from sapwood.engine.transfer_torch import PinnedArena, TorchArena, TorchMover
+    from sapwood.engine.transfer.torch_mover import PinnedArena, TorchArena, TorchMover
 
     if not torch.cuda.is_available():
         threads = torch.get_num_threads()

@@ -24,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from sapwood.cache import CacheGroup
-from sapwood.engine.arena import PageLayout, PagePart
-from sapwood.engine.remembers import GroupSpec
-from sapwood.engine.sizing import contexts, size
+from sapwood.engine.models.kv_groups import GroupSpec
+from sapwood.engine.models.sizing import contexts, size
+from sapwood.engine.transfer.arena import PageLayout, PagePart
 from sapwood.scheduler import SchedulerConfig
 from sapwood.sim.cost import CostModel, SimulatedExecutor
 from sapwood.sim.trace import TraceReplay, read_trace

@@ -2,7 +2,7 @@
 
 Two engines run one after the other on the same folder, as a server does before and after a restart: the second finds
 in the store what the first has computed. The model is a toy whose K/V are the tokens themselves, in numpy memory; one
-in torch gives `TorchArena` its tensors instead (sapwood.engine.transfer_torch), and all else stays.
+in torch gives `TorchArena` its tensors instead (sapwood.engine.transfer.torch_mover), and all else stays.
 """
 
 import hashlib

@@ -15,7 +15,7 @@ _LOGGERS = ("", "sapwood", "uvicorn", "uvicorn.access", "uvicorn.error", "asynci
 _REGISTRIES = (  # module, attribute: where a name given by a test would stay
     ("sapwood.scheduler.policy", "POLICIES"),
     ("sapwood.cache.families.base", "_FAMILIES"),
-    ("sapwood.engine.patches", "_FAMILIES"),
+    ("sapwood.engine.models.patches", "_FAMILIES"),
 )
 
 

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 # By name: the module whose `main` gets the arguments behind it, and what the command does. Its `parser` tells shells
 # what there is to complete.
 COMMANDS = {
-    "serve": ("sapwood.server.serve", "serve a model over HTTP, as OpenAI's API"),
-    "chat": ("sapwood.server.chat_command", "talk to a running server in the terminal"),
+    "serve": ("sapwood.server.command", "serve a model over HTTP, as OpenAI's API"),
+    "chat": ("sapwood.commands.chat", "talk to a running server in the terminal"),
     "bench": ("sapwood.bench.command", "measure a model on this machine, or a server: latency, throughput, cache"),
-    "completion": ("sapwood.server.completion", "print what makes a shell complete these commands"),
+    "completion": ("sapwood.commands.completion", "print what makes a shell complete these commands"),
 }
 _INTERRUPTED = 130  # what a shell expects of a program that Ctrl-C has ended
 _OF_THE_ENGINE = {"accelerate", "jinja2", "safetensors", "tokenizers", "torch", "tqdm", "transformers"}

@@ -247,9 +247,9 @@ def common(ours, theirs) -> int:
 
 def real_blocks(engine: Engine) -> dict[str, set[int]]:
     """The hashes of what the tree really holds of the group events speak of, from the tree itself."""
+    from sapwood.cache.detach import _announced
     from sapwood.cache.events import block_hash
     from sapwood.cache.hashes import ensure_hashes
-    from sapwood.cache.unhook import _announced
 
     tree = engine.cache._tree
     held: dict[str, set[int]] = {"GPU": set(), "CPU": set()}

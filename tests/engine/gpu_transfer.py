@@ -19,7 +19,7 @@ import torch
 
 from sapwood.cache import CacheGroup
 from sapwood.engine import HostArena, PageLayout, PagePart
-from sapwood.engine.transfer_torch import PinnedArena, TorchArena, TorchMover
+from sapwood.engine.transfer.torch_mover import PinnedArena, TorchArena, TorchMover
 
 DEVICE = sys.argv[1] if len(sys.argv) > 1 else "cuda"
 CUDA = DEVICE == "cuda"

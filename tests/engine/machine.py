@@ -16,7 +16,7 @@ import pytest
 
 from sapwood.cache import CacheGroup, Namespace
 from sapwood.engine import DeviceArena, EngineLoop, HostArena, Mover, NumpyMover, Step, Tiers
-from sapwood.engine.arena import aligned
+from sapwood.engine.transfer.arena import aligned
 from sapwood.scheduler import Abort, Ended, Event, Plan, RequestSpec, Scheduler, SchedulerConfig
 from sapwood.sim.depot import Depot
 from sapwood.sim.executor import Life
@@ -205,7 +205,7 @@ class Machine:
         need("torch")
         import torch
 
-        from sapwood.engine.transfer_torch import TorchArena, TorchMover
+        from sapwood.engine.transfer.torch_mover import TorchArena, TorchMover
 
         tensors = {name: torch.from_numpy(rows) for name, rows in self.device.items()}
         return TorchMover(TorchArena(tensors), self.arena)

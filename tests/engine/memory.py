@@ -49,7 +49,7 @@ def numpy_mover(memory: Mapping[str, Any], groups: Sequence[CacheGroup]) -> Move
 
 def numpy_on_tensors(memory: Mapping[str, Any], groups: Sequence[CacheGroup]) -> Mover:
     from sapwood.engine import open_mover
-    from sapwood.engine.transfer_torch import TorchArena
+    from sapwood.engine.transfer.torch_mover import TorchArena
 
     mover = open_mover(TorchArena(memory), HostArena(groups))
     assert isinstance(mover, NumpyMover)
@@ -57,7 +57,7 @@ def numpy_on_tensors(memory: Mapping[str, Any], groups: Sequence[CacheGroup]) ->
 
 
 def torch_mover(memory: Mapping[str, Any], groups: Sequence[CacheGroup]) -> Mover:
-    from sapwood.engine.transfer_torch import PinnedArena, TorchArena, TorchMover
+    from sapwood.engine.transfer.torch_mover import PinnedArena, TorchArena, TorchMover
 
     arena = TorchArena(memory)
     return TorchMover(arena, PinnedArena(groups) if arena.device.type == "cuda" else HostArena(groups))

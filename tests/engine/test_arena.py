@@ -9,7 +9,7 @@ import pytest
 
 from sapwood.cache import CacheGroup
 from sapwood.engine import DeviceArena, HostArena, NumpyMover, PageLayout, PagePart, open_mover, with_host_bytes
-from sapwood.engine.arena import ALIGNMENT, available_bytes
+from sapwood.engine.transfer.arena import ALIGNMENT, available_bytes
 
 from .memory import need
 
@@ -65,7 +65,7 @@ def test_more_than_there_is_is_refused_with_what_there_is(monkeypatch):
 
     Mutation: the check is left to the system, which kills the process when the pages are written.
     """
-    monkeypatch.setattr("sapwood.engine.arena.available_bytes", lambda: 3 << 20)
+    monkeypatch.setattr("sapwood.engine.transfer.arena.available_bytes", lambda: 3 << 20)
     assert HostArena([group(host=2, page_bytes=1 << 20)]).nbytes == 3 << 20
     with pytest.raises(MemoryError, match=r"wants 4 MiB and 3 MiB are available: .*\(full: 3 pages of 1 MiB\)"):
         HostArena([group(host=3, page_bytes=1 << 20)])
@@ -76,7 +76,7 @@ def test_what_the_system_refuses_is_told_as_clearly(monkeypatch):
 
     Mutation: numpy's own MemoryError reaches the user.
     """
-    monkeypatch.setattr("sapwood.engine.arena.available_bytes", lambda: None)
+    monkeypatch.setattr("sapwood.engine.transfer.arena.available_bytes", lambda: None)
     with pytest.raises(MemoryError, match=r"the host cache wants .*fewer host pages"):
         HostArena([group(host=2_000_000_000, page_bytes=1 << 30)])
 
@@ -160,7 +160,7 @@ def test_tensors_are_seen_like_arrays():
     need("torch")
     import torch
 
-    from sapwood.engine.transfer_torch import TorchArena
+    from sapwood.engine.transfer.torch_mover import TorchArena
 
     random = np.random.default_rng(6)
     for _ in range(100):
@@ -195,7 +195,7 @@ def test_a_layer_sees_its_part_of_every_page(backend):
     if backend != "numpy":
         import torch
 
-        from sapwood.engine.transfer_torch import TorchArena
+        from sapwood.engine.transfer.torch_mover import TorchArena
 
         dtypes = [torch.uint8, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64]
         where, kind = {"device": {"torch": "cpu", "cuda": "cuda"}[backend]}, TorchArena
@@ -283,7 +283,7 @@ def test_torch_memory_that_cannot_be_moved_is_refused():
     need("torch")
     import torch
 
-    from sapwood.engine.transfer_torch import PinnedArena, TorchArena
+    from sapwood.engine.transfer.torch_mover import PinnedArena, TorchArena
 
     with pytest.raises(ValueError, match="CUDA or CPU, got \\['meta'\\]"):
         TorchArena({"full": torch.zeros(5, 8, device="meta")})

@@ -8,8 +8,8 @@ import re
 
 import pytest
 
-from sapwood.engine import name_patterns
-from sapwood.engine.name_patterns import Name, Pattern, PatternError
+from sapwood.engine.lora import name_patterns
+from sapwood.engine.lora.name_patterns import Name, Pattern, PatternError
 
 NAMES = [
     f"{head}model.layers.{layer}.{module}"

@@ -129,7 +129,7 @@ def test_tokens_must_be_the_models(field, value):
 def test_neither_params_nor_text_need_torch():
     """The API process imports both without torch or transformers.
 
-    Mutation: stops.py imports something of `sapwood.engine.sampling`.
+    Mutation: stops.py imports something of `sapwood.engine.executor.sampling`.
     """
     code = (
         "import sys, sapwood.engine.params, sapwood.engine.stops; print({'torch', 'transformers'} & set(sys.modules))"

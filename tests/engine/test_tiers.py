@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from sapwood.cache import CacheGroup
-from sapwood.engine import DeviceArena, EngineLoop, HostArena, NumpyMover, Tiers, tiers
+from sapwood.engine import DeviceArena, EngineLoop, HostArena, NumpyMover, Tiers
+from sapwood.engine.transfer import tiers
 from sapwood.scheduler import (
     Abort,
     BackupDone,

@@ -16,8 +16,9 @@ import time
 import numpy as np
 import pytest
 
-from sapwood.engine import NumpyMover, transfer
-from sapwood.engine.transfer import runs
+from sapwood.engine import NumpyMover
+from sapwood.engine.transfer import movers as transfer
+from sapwood.engine.transfer.movers import runs
 
 from .memory import BACKENDS, LAYOUTS, World, need
 
@@ -59,7 +60,7 @@ def moving(request, monkeypatch):
 
 
 def transfer_torch():
-    from sapwood.engine import transfer_torch
+    from sapwood.engine.transfer import torch_mover as transfer_torch
 
     return transfer_torch
 
@@ -632,7 +633,7 @@ def test_an_arena_on_cuda_is_pinned(cuda):
 
     Mutation: `close` does not unpin.
     """
-    from sapwood.engine.transfer_torch import PinnedArena
+    from sapwood.engine.transfer.torch_mover import PinnedArena
 
     world = World(need("cuda"), "hybrid")
     for pages in world.host.values():
@@ -643,7 +644,7 @@ def test_an_arena_on_cuda_is_pinned(cuda):
     assert not any(cuda.from_numpy(pages).is_pinned() for pages in kept.values())
     PinnedArena(world.groups).close()
     from sapwood.engine import HostArena
-    from sapwood.engine.transfer_torch import TorchArena, TorchMover
+    from sapwood.engine.transfer.torch_mover import TorchArena, TorchMover
 
     with pytest.raises(ValueError, match="PinnedArena"):
         TorchMover(TorchArena(world.memory), HostArena(world.groups))

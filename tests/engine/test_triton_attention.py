@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from sapwood.engine.attention import PlainAttention, ScoreOptions, rows_of
-from sapwood.engine.work_list import LEAST_KEYS, Tiles, work_list
+from sapwood.engine.executor.attention import PlainAttention, ScoreOptions, rows_of
+from sapwood.engine.executor.work_list import LEAST_KEYS, Tiles, work_list
 
 from .triton_kit import CARD, DEVICE, QUIET
 from .triton_kit import triton_attention as kernels

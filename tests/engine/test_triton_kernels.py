@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.nn.functional import gelu, silu
 
-from sapwood.engine.link import PinnedCopies
+from sapwood.engine.executor.pinned_copies import PinnedCopies
+from sapwood.engine.executor.sampling import Sampler
 from sapwood.engine.params import SamplingParams
-from sapwood.engine.sampling import Sampler
 
 from .triton_kit import CARD, DEVICE, QUIET, triton_elementwise, triton_lora, triton_sampling, triton_steps
 

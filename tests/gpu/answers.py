@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from sapwood import LLM, SamplingParams
-from sapwood.engine.sampling import _GOLDEN, _mixed
+from sapwood.engine.executor.sampling import _GOLDEN, _mixed
 
 TIE = 1e-3  # between log-probabilities, or of a random number and where the next token's share begins
 POISON = 8191  # a token whose embedding is NaN: whoever has it in a prompt gets no numbers

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sapwood import LLM
-from sapwood.engine import self_check
+from sapwood.engine.models import self_check
 
 from ..models.gpu import wide
 from ..models.zoo import CONFIGS

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from sapwood import LLM, SamplingParams
-from sapwood.engine.compiled import counters
+from sapwood.engine.models.compiled import counters
 
 from ..models.gpu import wide
 from .figures import decode, offline

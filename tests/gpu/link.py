@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from sapwood.engine.transfer_torch import _STREAM_ORDER, _Attributes, batch_copy
-from sapwood.engine.triton_steps import move
+from sapwood.engine.kernels.steps import move
+from sapwood.engine.transfer.torch_mover import _STREAM_ORDER, _Attributes, batch_copy
 
 PAGE, PAGES = 2359296, 2048
 WORDS = 80000  # of a step's buffer

@@ -17,12 +17,12 @@ import torch
 
 from sapwood.cache import CacheGroup
 from sapwood.engine import EngineLoop, Tiers
-from sapwood.engine.gpu_steps import GpuExecutor
-from sapwood.engine.model import ServedModel
-from sapwood.engine.patches import patch_for
-from sapwood.engine.steps import ModelExecutor
-from sapwood.engine.transfer_torch import TorchArena
-from sapwood.engine.work_list import WorkList, work_list
+from sapwood.engine.executor.executor import ModelExecutor
+from sapwood.engine.executor.gpu_executor import GpuExecutor
+from sapwood.engine.executor.work_list import WorkList, work_list
+from sapwood.engine.models.model import ServedModel
+from sapwood.engine.models.patches import patch_for
+from sapwood.engine.transfer.torch_mover import TorchArena
 from sapwood.scheduler import RequestSpec, Scheduler, SchedulerConfig
 
 from ..models.gpu import CARD, LENGTHS, PAGE, Every, far, stepped, theirs, wide
@@ -92,7 +92,7 @@ def blind(keys: int) -> Iterator[None]:
         items[:, 5] = np.maximum(items[:, 4] + 1, np.where(can, items[:, 5] - keys, items[:, 5]))
         return WorkList(items, merges, parts)
 
-    named = map(sys.modules.get, ("sapwood.engine.packing", "sapwood.engine.gpu_steps"))
+    named = map(sys.modules.get, ("sapwood.engine.executor.packing", "sapwood.engine.executor.gpu_executor"))
     places = [module for module in named if hasattr(module, "work_list")]
     assert places, "nobody has work_list any more"
     for module in places:

@@ -27,7 +27,7 @@ def child(layers: int, one_by_one: bool) -> None:
     imports = time.perf_counter() - begin
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     if one_by_one:
-        from sapwood.engine import triton_launch
+        from sapwood.engine.kernels import launch as triton_launch
 
         triton_launch.compiling = lambda *_: nullcontext()
     config = {**QWEN3_8B, "num_hidden_layers": layers}

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 import triton
 
-from sapwood.engine import triton_attention as kernels
-from sapwood.engine.attention import ScoreOptions
-from sapwood.engine.triton_attention import Tuned
-from sapwood.engine.work_list import work_list
+from sapwood.engine.executor.attention import ScoreOptions
+from sapwood.engine.executor.work_list import work_list
+from sapwood.engine.kernels import attention as kernels
+from sapwood.engine.kernels.attention import Tuned
 
 SHAPE = kernels.Shape(8, 4, 128, 128)
 PAGES = 12000

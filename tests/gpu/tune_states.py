@@ -12,8 +12,8 @@ import torch
 from transformers.models.bamba import modeling_bamba as bamba
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
-from sapwood.engine import triton_states
-from sapwood.engine.recurrent import Runs
+from sapwood.engine.kernels import states as triton_states
+from sapwood.engine.models.recurrent import Runs
 
 HEADS, WIDE = 32, 128  # of Qwen3-Next; Bamba's are 128 of 64, with states of 128
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 import transformers
 
-from sapwood.engine.recurrent import settle_time_steps
-from sapwood.engine.steps import Greedy
+from sapwood.engine.executor.executor import Greedy
+from sapwood.engine.models.recurrent import settle_time_steps
 
 from .zoo import CONFIGS
 

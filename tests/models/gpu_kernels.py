@@ -23,13 +23,13 @@ import torch
 
 from sapwood.cache import CacheGroup
 from sapwood.engine import PageLayout, PagePart
-from sapwood.engine.adapters import Adapter, Adapters, ReadRouting
-from sapwood.engine.lora_layers import LoraPair
+from sapwood.engine.executor.sampling import Sampler
+from sapwood.engine.loading.weights import find_model, load_model
+from sapwood.engine.lora.adapters import Adapter, Adapters, ReadRouting
+from sapwood.engine.lora.layers import LoraPair
+from sapwood.engine.models.patches import patch_for
 from sapwood.engine.params import SamplingParams
-from sapwood.engine.patches import patch_for
-from sapwood.engine.sampling import Sampler
-from sapwood.engine.transfer_torch import PinnedArena, TorchArena, TorchMover
-from sapwood.engine.weights import find_model, load_model
+from sapwood.engine.transfer.torch_mover import PinnedArena, TorchArena, TorchMover
 
 from ..gpu.kit import say
 from ..gpu.shapes import QWEN3_8B, write_adapter
@@ -339,7 +339,7 @@ def figure_memory() -> None:
 
 def figure_sampling() -> None:
     """64 rows with temperature, top_k and top_p: the sampler's whole call, then its kernel alone."""
-    from sapwood.engine import triton_sampling
+    from sapwood.engine.kernels import sampling as triton_sampling
 
     logits = (torch.randn(ROWS, VOCABULARY, device="cuda") * 3).to(torch.bfloat16)
     kinds: dict[str, dict[str, Any]] = {

@@ -8,8 +8,8 @@ import os
 import time
 from pathlib import Path
 
-from sapwood.engine import lora_process
-from sapwood.engine.lora_process import Reader
+from sapwood.engine.lora import process as lora_process
+from sapwood.engine.lora.process import Reader
 
 PATIENCE = 240.0  # seconds after which something hangs: in a test that passes, no machine is as slow as that
 CODE = lora_process._CODE.replace(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sapwood.server import opened
+from sapwood.server.process import loaded_model as opened
 
 from .hung_adapters import hanging_reader
 

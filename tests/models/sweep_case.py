@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-from sapwood.engine.model import settle_experts
-from sapwood.engine.recurrent import settle_time_steps
+from sapwood.engine.models.model import settle_experts
+from sapwood.engine.models.recurrent import settle_time_steps
 
 from .sweep_configs import VOCABULARY, Case, small_config
 
@@ -276,8 +276,8 @@ def _served(reference: Reference, folder: Path, notes: dict[str, Any]) -> tuple[
 
 def _in_words(error: BaseException) -> bool:
     """Whether an error at the start is a refusal: one of the engine's own, raised in its files."""
-    from sapwood.engine.model_files import ModelError
-    from sapwood.engine.remembers import Unsupported
+    from sapwood.engine.loading.model_files import ModelError
+    from sapwood.engine.models.kv_groups import Unsupported
 
     return isinstance(error, ModelError | Unsupported)
 
@@ -338,7 +338,7 @@ class _small_pool:
     """Inside, engines get so few pages and slots that not all rows fit, and rows come in without room to spare."""
 
     def __enter__(self) -> None:
-        from sapwood.engine import core
+        from sapwood.engine import engine as core
 
         self._size = inner = core.size
 
@@ -352,7 +352,7 @@ class _small_pool:
         core.SchedulerConfig = partial(self._config, headroom=0)
 
     def __exit__(self, *_: object) -> None:
-        from sapwood.engine import core
+        from sapwood.engine import engine as core
 
         core.size, core.SchedulerConfig = self._size, self._config
 

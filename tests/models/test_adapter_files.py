@@ -18,14 +18,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sapwood.engine import lora_files, lora_process
-from sapwood.engine.adapters import Adapters
 from sapwood.engine.llm import LoRARequest
-from sapwood.engine.lora_files import AdapterError
-from sapwood.engine.lora_process import Reader, ReaderBusy, ReadTimeout
-from sapwood.engine.lora_reader import NoFolder
-from sapwood.server.answers import EngineQueries
-from sapwood.server.messages import EngineQuery, QueryAnswer
+from sapwood.engine.lora import files as lora_files
+from sapwood.engine.lora import process as lora_process
+from sapwood.engine.lora.adapters import Adapters
+from sapwood.engine.lora.files import AdapterError
+from sapwood.engine.lora.process import Reader, ReaderBusy, ReadTimeout
+from sapwood.engine.lora.reader import NoFolder
+from sapwood.server.process.engine_queries import EngineQueries
+from sapwood.server.process.messages import EngineQuery, QueryAnswer
 
 from .hung_adapters import PATIENCE, Hung, hanging_reader
 from .test_llm import GREEDY, ids, open_llm, said

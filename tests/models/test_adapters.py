@@ -15,8 +15,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from sapwood.engine.adapters import Adapter, Adapters, Routing, UnknownAdapter
-from sapwood.engine.lora_files import AdapterError
+from sapwood.engine.lora.adapters import Adapter, Adapters, Routing, UnknownAdapter
+from sapwood.engine.lora.files import AdapterError
 
 torch.set_num_threads(1)
 pytestmark = [

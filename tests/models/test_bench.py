@@ -17,8 +17,8 @@ from sapwood.bench.calibrate import StepTimer
 from sapwood.bench.predict import Predicted
 from sapwood.bench.run import Prompts, opened, run
 from sapwood.cli import leave, main
+from sapwood.engine.executor.executor import ModelExecutor
 from sapwood.engine.flags import EngineConfig
-from sapwood.engine.steps import ModelExecutor
 from sapwood.sim import MeasuredCost
 
 from .zoo import config_of

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from sapwood.engine import compiled
 from sapwood.engine.flags import EngineConfig
 from sapwood.engine.llm import LLM, LoRARequest
+from sapwood.engine.models import compiled
 from sapwood.engine.params import SamplingParams
 
 from .test_adapters import adapter

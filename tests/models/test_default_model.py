@@ -13,11 +13,11 @@ from importlib.util import find_spec
 import pytest
 from transformers import AutoTokenizer
 
-from sapwood.engine import default_model as room
-from sapwood.engine.default_model import PACKAGE, converted, default_model
-from sapwood.engine.model_files import ModelError
-from sapwood.engine.usercache import cache_folder, made_once
-from sapwood.engine.weights import find_model, load_model
+from sapwood.engine.loading import default_model as room
+from sapwood.engine.loading.default_model import PACKAGE, converted, default_model
+from sapwood.engine.loading.model_files import ModelError
+from sapwood.engine.loading.usercache import cache_folder, made_once
+from sapwood.engine.loading.weights import find_model, load_model
 
 from .model_kit import tiny, write_gguf
 from .test_gguf import LLAMA, as_gguf
@@ -159,7 +159,7 @@ def test_whoever_is_killed_in_the_middle_leaves_nothing_half(tmp_path):
     target = cache_folder("models") / "it"
     code = f"""
 import pathlib, time
-from sapwood.engine.usercache import made_once
+from sapwood.engine.loading.usercache import made_once
 def make(folder):
     (folder / "a").write_text("half")
     print("here", flush=True)

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sapwood.engine import steps
-from sapwood.engine.gathered import GatheringCache
+from sapwood.engine.executor import executor as steps
 from sapwood.engine.llm import LLM
-from sapwood.engine.model_files import ModelError
+from sapwood.engine.loading.model_files import ModelError
+from sapwood.engine.loading.updates import read_update
+from sapwood.engine.models.gathered import GatheringCache
 from sapwood.engine.params import SamplingParams
-from sapwood.engine.updates import read_update
 
 from .test_llm import GREEDY, SMALL, ids, open_llm, said
 from .zoo import STATEFUL, VOCABULARY, answer, build, model_of, prompt, torch
@@ -366,8 +366,8 @@ def test_adapters_on_modules_that_are_not_called_are_refused(tmp_path):
     Mutation: `Adapters.only_called` takes all modules as called.
     """
     pytest.importorskip("peft", reason="peft is not installed: it makes the adapters of this test")
-    from sapwood.engine.adapters import Adapters
-    from sapwood.engine.lora_files import AdapterError
+    from sapwood.engine.lora.adapters import Adapters
+    from sapwood.engine.lora.files import AdapterError
 
     from .test_adapters import adapter
 

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from sapwood.engine import fingerprint
-from sapwood.engine.fingerprint import DIGEST_BYTES, dummy_digest, file_digest, weights_digest
+from sapwood.engine.loading import fingerprint
+from sapwood.engine.loading.fingerprint import DIGEST_BYTES, dummy_digest, file_digest, weights_digest
 
 CONFIG = {"model_type": "llama", "hidden_size": 8, "rope_parameters": {"rope_theta": 1.0}}
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from sapwood.engine.gguf import _KINDS, GGUFFile
-from sapwood.engine.gguf_model import convert
-from sapwood.engine.model_files import ModelError, files_in
-from sapwood.engine.weights import load_model
+from sapwood.engine.loading.gguf import _KINDS, GGUFFile
+from sapwood.engine.loading.gguf_model import convert
+from sapwood.engine.loading.model_files import ModelError, files_in
+from sapwood.engine.loading.weights import load_model
 
 from .model_kit import SMALL, byte_level_vocabulary, logits, tiny, write_gguf
 
@@ -312,12 +312,12 @@ def test_gemma_3_through_the_engine(tmp_path):
 
 
 def test_the_reader_needs_no_package():
-    """`sapwood.engine.gguf` reads what it has to without the `gguf` package and without torch.
+    """`sapwood.engine.loading.gguf` reads what it has to without the `gguf` package and without torch.
 
     Mutation: gguf.py imports torch.
     """
     heavy = {"torch", "transformers", "tokenizers", "gguf"}
-    code = f"import sys, sapwood.engine.default_model; print({heavy!r} & {{*sys.modules}})"
+    code = f"import sys, sapwood.engine.loading.default_model; print({heavy!r} & {{*sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
     assert SMALL["vocab_size"] == len(LLAMA["tokenizer.ggml.tokens"])

@@ -15,13 +15,15 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4):
     pytest.skip("Triton's interpreter needs numpy before 2.4", allow_module_level=True)
 
-from sapwood.engine import core, gpu_steps, packing
-from sapwood.engine.gpu_steps import GpuExecutor
-from sapwood.engine.graphs import Graphs
+from sapwood.engine import engine as core
+from sapwood.engine.executor import gpu_executor as gpu_steps
+from sapwood.engine.executor import packing
+from sapwood.engine.executor.gpu_executor import GpuExecutor
+from sapwood.engine.executor.graphs import Graphs
+from sapwood.engine.executor.packing import Sizes
+from sapwood.engine.executor.pieces import pieces
 from sapwood.engine.llm import LLM
-from sapwood.engine.packing import Sizes
 from sapwood.engine.params import SamplingParams
-from sapwood.engine.pieces import pieces
 
 from ..ages import age
 from .zoo import build, prompt, torch

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sapwood import LLM, SamplingParams
-from sapwood.engine.sizing import resident_pages
+from sapwood.engine.models.sizing import resident_pages
 
 from .zoo import STATEFUL, build, each_model, prompt, torch
 

@@ -26,11 +26,15 @@ if torch.cuda.is_available():
 if not hasattr(triton, "AsyncCompileMode"):
     pytest.skip("this Triton compiles one kernel after the other", allow_module_level=True)
 
-from sapwood.engine import core, patches, sampling, triton_launch, triton_steps
+from sapwood.engine import engine as core
+from sapwood.engine.executor import sampling
+from sapwood.engine.kernels import launch as triton_launch
+from sapwood.engine.kernels import steps as triton_steps
+from sapwood.engine.kernels.launch import compiling, launch
+from sapwood.engine.kernels.sampling import choose
 from sapwood.engine.llm import LLM
+from sapwood.engine.models import patches
 from sapwood.engine.params import SamplingParams
-from sapwood.engine.triton_launch import compiling, launch
-from sapwood.engine.triton_sampling import choose
 
 from .zoo import build
 

@@ -10,12 +10,12 @@ import peft
 import pytest
 
 from sapwood.cache import CacheGroup
-from sapwood.engine.adapters import Adapters, ReadRouting, Routing
-from sapwood.engine.attention import FoldedAttention, rows_of
-from sapwood.engine.latents import page_latents
-from sapwood.engine.lora_layers import LoraPair
-from sapwood.engine.model import Flat, ServedModel
-from sapwood.engine.transfer_torch import TorchArena
+from sapwood.engine.executor.attention import FoldedAttention, rows_of
+from sapwood.engine.lora.adapters import Adapters, ReadRouting, Routing
+from sapwood.engine.lora.layers import LoraPair
+from sapwood.engine.models.latents import page_latents
+from sapwood.engine.models.model import Flat, ServedModel
+from sapwood.engine.transfer.torch_mover import TorchArena
 
 from . import zoo
 from .test_adapters import adapter

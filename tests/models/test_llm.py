@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import sapwood
-from sapwood.engine.core import Engine
+from sapwood.engine.engine import Engine
 from sapwood.engine.flags import EngineConfig, from_flags
 from sapwood.engine.llm import LLM, LoRARequest
 from sapwood.engine.params import SamplingParams

@@ -13,11 +13,11 @@ import pytest
 
 from sapwood.cache import CacheGroup
 from sapwood.engine import EngineLoop, HostArena, Tiers, open_mover
-from sapwood.engine.attention import FoldedAttention, PlainAttention
-from sapwood.engine.model import ServedModel
-from sapwood.engine.recurrent import Mixers
-from sapwood.engine.steps import ModelExecutor
-from sapwood.engine.transfer_torch import PinnedArena, TorchArena
+from sapwood.engine.executor.attention import FoldedAttention, PlainAttention
+from sapwood.engine.executor.executor import ModelExecutor
+from sapwood.engine.models.model import ServedModel
+from sapwood.engine.models.recurrent import Mixers
+from sapwood.engine.transfer.torch_mover import PinnedArena, TorchArena
 from sapwood.scheduler import Ended, RequestSpec, Scheduler, SchedulerConfig, StepFailed
 
 from .zoo import CONFIGS, STATEFUL, answer, build, each_model, prompt, torch

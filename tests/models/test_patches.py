@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from sapwood.engine.adapters import Adapters
-from sapwood.engine.fused import Fused, FusedPart
-from sapwood.engine.model import ServedModel
-from sapwood.engine.patches import TORCH, Kernels, patch, patch_for
-from sapwood.engine.updates import read_update, tensors_of
+from sapwood.engine.loading.updates import read_update, tensors_of
+from sapwood.engine.lora.adapters import Adapters
+from sapwood.engine.models.fused import Fused, FusedPart
+from sapwood.engine.models.model import ServedModel
+from sapwood.engine.models.patches import TORCH, Kernels, patch, patch_for
 
 from .test_adapters import WORDS, adapter, alone, any_options, close, flat, model_of
 from .zoo import build

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from sapwood.cache import CacheGroup
-from sapwood.engine.model import ServedModel
-from sapwood.engine.ragged import take_all_tokens
-from sapwood.engine.recurrent import Runs
-from sapwood.engine.transfer_torch import TorchArena
+from sapwood.engine.executor.ragged import take_all_tokens
+from sapwood.engine.models.model import ServedModel
+from sapwood.engine.models.recurrent import Runs
+from sapwood.engine.transfer.torch_mover import TorchArena
 
 from ..engine import triton_kit
 from ..engine.triton_kit import triton_states

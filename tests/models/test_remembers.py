@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from sapwood.cache import CacheGroup
-from sapwood.engine.model import ServedModel
-from sapwood.engine.remembers import ProbedLayer, Unsupported, config_window, longest_context, refuse, remembered
-from sapwood.engine.transfer_torch import TorchArena
+from sapwood.engine.models.kv_groups import ProbedLayer, Unsupported, config_window, longest_context, refuse, remembered
+from sapwood.engine.models.model import ServedModel
+from sapwood.engine.transfer.torch_mover import TorchArena
 
 from .zoo import build, config_of, torch, transformers
 
@@ -195,7 +195,7 @@ def test_f21_an_error_of_the_dry_forward_is_a_refusal():
 def test_f21_a_config_that_lacks_something_is_a_refusal(monkeypatch):
     """Mutation: `ServedModel` reads the vocabulary's size outside of `_refusing`."""
     model = build("llama")
-    monkeypatch.setattr("sapwood.engine.model.text_config", lambda config: SimpleNamespace())
+    monkeypatch.setattr("sapwood.engine.models.model.text_config", lambda config: SimpleNamespace())
     with pytest.raises(Unsupported, match=r"llama cannot be served yet: .* 'vocab_size'"):
         ServedModel(model, 4)
 

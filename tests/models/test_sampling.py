@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from sapwood.engine import sampling
+from sapwood.engine.executor import sampling
+from sapwood.engine.executor.sampling import Sampled, Sampler, logprobs_of
 from sapwood.engine.params import SamplingParams
-from sapwood.engine.sampling import Sampled, Sampler, logprobs_of
 
 torch.set_num_threads(1)
 VOCABULARY = 97  # not a whole number of words of a mask

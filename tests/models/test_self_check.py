@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from sapwood.cache import CacheGroup
-from sapwood.engine import self_check
+from sapwood.engine.executor.executor import ModelExecutor
 from sapwood.engine.llm import LLM
-from sapwood.engine.model import ServedModel
-from sapwood.engine.recurrent import Mixers, settle_time_steps
-from sapwood.engine.remembers import Unsupported
-from sapwood.engine.steps import ModelExecutor
-from sapwood.engine.transfer_torch import TorchArena
+from sapwood.engine.models import self_check
+from sapwood.engine.models.kv_groups import Unsupported
+from sapwood.engine.models.model import ServedModel
+from sapwood.engine.models.recurrent import Mixers, settle_time_steps
+from sapwood.engine.transfer.torch_mover import TorchArena
 from sapwood.scheduler import SchedulerConfig
 
 from .test_parity import CONTROLS, Wrong

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sapwood.engine.lora_process import AT_ONCE
+from sapwood.engine.lora.process import AT_ONCE
 from tests.server.kit import Running, alive, until
 
 from .hung_adapters import Hung

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from sapwood.engine.arena import PageLayout, PagePart
-from sapwood.engine.remembers import GroupSpec
-from sapwood.engine.sizing import SLOTS, TooLittleHost, contexts, resident_pages, size, told
+from sapwood.engine.models.kv_groups import GroupSpec
+from sapwood.engine.models.sizing import SLOTS, TooLittleHost, contexts, resident_pages, size, told
+from sapwood.engine.transfer.arena import PageLayout, PagePart
 
 from .zoo import torch
 

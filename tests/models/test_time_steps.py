@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sapwood.engine.recurrent import settle_time_steps, time_step_limits
+from sapwood.engine.models.recurrent import settle_time_steps, time_step_limits
 
 from . import zoo
 from .test_parity import PROMPTS, Bed

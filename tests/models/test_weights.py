@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sapwood.engine import weights
-from sapwood.engine.model_files import ModelError
-from sapwood.engine.remembers import Unsupported
-from sapwood.engine.weights import find_model, load_model
+from sapwood.engine.loading import weights
+from sapwood.engine.loading.model_files import ModelError
+from sapwood.engine.loading.weights import find_model, load_model
+from sapwood.engine.models.kv_groups import Unsupported
 
 from .model_kit import logits, saved, tiny
 

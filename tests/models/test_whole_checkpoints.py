@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from sapwood import LLM, SamplingParams
-from sapwood.engine import core
+from sapwood.engine import engine as core
 
 from .zoo import build, prompt, torch, transformers
 

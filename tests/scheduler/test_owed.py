@@ -6,7 +6,7 @@ import pytest
 
 from sapwood.cache import Namespace
 from sapwood.scheduler import StoreUp
-from sapwood.scheduler import owed as module
+from sapwood.scheduler import backup_retries as module
 
 from .driver import BASE, each_layout, toks
 from .shop import PAGE, Shop

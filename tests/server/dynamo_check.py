@@ -25,7 +25,7 @@ from typing import Any
 
 from sapwood.cache import Namespace
 from sapwood.cache.events import block_hash
-from sapwood.server.kv_events import salt_key
+from sapwood.server.process.kv_events import salt_key
 
 from ..cache.chaos import SPACES
 from .kv_traffic import NAMES, PATIENCE, Publishing, blocks_of, publisher

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sapwood.engine.default_model import default_model
+from sapwood.engine.loading.default_model import default_model
 
 PATIENCE = 240.0  # seconds after which something hangs: in a test that passes, no machine is as slow as that
 

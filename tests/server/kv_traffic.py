@@ -11,7 +11,7 @@ import msgspec
 import zmq
 
 from sapwood.cache import BlockStored, HybridPrefixCache, held_events
-from sapwood.server.kv_events import END, KVEventPublisher, KVEventsConfig, salt_key
+from sapwood.server.process.kv_events import END, KVEventPublisher, KVEventsConfig, salt_key
 
 from ..cache.chaos import Chaos, act, random_prompt
 

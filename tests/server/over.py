@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from sapwood.server.answers import EngineQueries
-from sapwood.server.finished import Finished, FinishedPrompt
-from sapwood.server.messages import EngineQuery, QueryAnswer, decode_to_api, encode
+from sapwood.server.observe.finished import Finished, FinishedPrompt
+from sapwood.server.process.engine_queries import EngineQueries
+from sapwood.server.process.messages import EngineQuery, QueryAnswer, decode_to_api, encode
 
 from ..engine.machine import Machine
 

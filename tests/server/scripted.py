@@ -17,16 +17,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import uvicorn
 
-from sapwood.engine.default_model import default_model
+from sapwood.engine.loading.default_model import default_model
 from sapwood.server.app import App
 from sapwood.server.config import ServerConfig
-from sapwood.server.link import EngineLink
-from sapwood.server.messages import Drop, End, EngineQuery, Ready, SampleBegun, Submit
-from sapwood.server.messages import QueryAnswer as Said
-from sapwood.server.messages import StepOutput as Step
-from sapwood.server.serving import Serving
-from sapwood.server.template import ChatTemplate
-from sapwood.server.tokens import AsyncTokenizer
+from sapwood.server.frontend import Serving
+from sapwood.server.process.engine_client import EngineLink
+from sapwood.server.process.messages import Drop, End, EngineQuery, Ready, SampleBegun, Submit
+from sapwood.server.process.messages import QueryAnswer as Said
+from sapwood.server.process.messages import StepOutput as Step
+from sapwood.server.text.template import ChatTemplate
+from sapwood.server.text.tokens import AsyncTokenizer
 
 from .kit import QueryAnswer
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from sapwood.bench.paced import paced
 from sapwood.cli import main
-from sapwood.server import running
+from sapwood.server import lifecycle as running
 
 PARTS = {"tokenizer": "Tokens", "template": "find_template", "defaults": "generation_defaults"}
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from sapwood.engine.params import SamplingParams
-from sapwood.server.engine_side import Settings
-from sapwood.server.link import EngineJob, EngineLink
-from sapwood.server.messages import Acknowledged, StepOutput, decode_to_api, decode_to_engine, encode
+from sapwood.server.process.engine_client import EngineJob, EngineLink
+from sapwood.server.process.engine_process import Settings
+from sapwood.server.process.messages import Acknowledged, StepOutput, decode_to_api, decode_to_engine, encode
 
 from ..ages import LIMITS
 from .kit import Running, paced_flags

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sapwood.server.anthropic import anthropic_error
+from sapwood.server.api.anthropic import anthropic_error
 from sapwood.server.errors import ApiError
 
 from .scripted import THINKS_AND_CALLS, Script, Scripted, for_clients

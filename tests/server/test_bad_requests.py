@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sapwood.engine.lora_process import AT_ONCE
+from sapwood.engine.lora.process import AT_ONCE
 
 from .bad_requests import ALL, CHAT, COMPLETIONS, GOOD, LOAD, ODD, Bad, Odd
 from .kit import Answer, Running, paced_flags, spent

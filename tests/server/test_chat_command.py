@@ -253,7 +253,7 @@ def test_it_is_there_at_once():
     """
     code = """
 import sys
-import sapwood.server.chat_command
+import sapwood.commands.chat
 print(sorted({"torch", "numpy", "rich", "msgspec", "zmq", "starlette", "httptools"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from sapwood import cli
-from sapwood.server import completion
+from sapwood.commands import completion
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sapwood.server import unserved
-from sapwood.server.anthropic import MessagesRequest
-from sapwood.server.grammars import GrammarSpec
-from sapwood.server.openapi import description
-from sapwood.server.response_request import ResponsesRequest
-from sapwood.server.schemas import ChatRequest, CompletionRequest, StructuredOutputs
+from sapwood.server.api import unserved
+from sapwood.server.api.anthropic import MessagesRequest
+from sapwood.server.api.openapi import description
+from sapwood.server.api.response_request import ResponsesRequest
+from sapwood.server.api.schemas import ChatRequest, CompletionRequest, StructuredOutputs
+from sapwood.server.process.grammars import GrammarSpec
 
 from .kit import Running
 from .scripted import TEMPLATE, Scripted, tokens

@@ -12,9 +12,9 @@ import pytest
 from sapwood.cli import main
 from sapwood.engine.flags import EngineConfig, from_flags
 from sapwood.engine.foreign import FOREIGN as ENGINE
+from sapwood.server.command import engine_flags, parser, server_flags, warn_of_unknown
 from sapwood.server.config import LoraModule, ServerConfig
 from sapwood.server.foreign import FOREIGN as FRONTEND
-from sapwood.server.serve import engine_flags, parser, server_flags, warn_of_unknown
 
 # All flags of `vllm serve`: of 0.30, as its parser adds them, and those that 0.6 to 0.12 had besides.
 VLLM = """

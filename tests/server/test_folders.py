@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from sapwood.engine.usercache import cache_folder
-from sapwood.server import private_folder
+from sapwood.engine.loading.usercache import cache_folder
+from sapwood.server.command import main
 from sapwood.server.config import ServerConfig
 from sapwood.server.errors import without_paths
-from sapwood.server.messages import End, Ready, StepOutput, Submit
-from sapwood.server.private_folder import PrivateFolder, sweep
-from sapwood.server.running import _Server
+from sapwood.server.lifecycle import _Server
+from sapwood.server.process import private_folder
+from sapwood.server.process.messages import End, Ready, StepOutput, Submit
+from sapwood.server.process.private_folder import PrivateFolder, sweep
 from sapwood.server.salt_key import salt_key, salt_of
-from sapwood.server.serve import main
 from sapwood.store import open_store
 
 from ..store.kit import fingerprint

@@ -23,10 +23,19 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 
-from sapwood.engine.default_model import default_model
-from sapwood.server import grammar_trial
-from sapwood.server.grammar_trial import LARGE, SLOW, Trial, Vocabulary, lark
-from sapwood.server.grammars import _CACHED, _STRIKES, _WAITING, Grammars, GrammarSpec, TokenGrammar, _Cache, check
+from sapwood.engine.loading.default_model import default_model
+from sapwood.server.process import grammar_trial
+from sapwood.server.process.grammar_trial import LARGE, SLOW, Trial, Vocabulary, lark
+from sapwood.server.process.grammars import (
+    _CACHED,
+    _STRIKES,
+    _WAITING,
+    Grammars,
+    GrammarSpec,
+    TokenGrammar,
+    _Cache,
+    check,
+)
 
 EOS = (2, 0)
 SMALL = Vocabulary(300, [0], {0: "<end>"})
@@ -652,7 +661,7 @@ def test_trials_end_with_the_engine():
     """
     code = """
 import sys
-from sapwood.server.grammar_trial import Trial, Vocabulary
+from sapwood.server.process.grammar_trial import Trial, Vocabulary
 trial = Trial(600.0, 1 << 40, Vocabulary(300, [0], {}))
 trial.of("choice", '["a"]')
 print(trial.start().pid, flush=True)

@@ -16,12 +16,12 @@ import pytest
 
 from sapwood.engine.params import SamplingParams
 from sapwood.server import inflight
-from sapwood.server import link as links
 from sapwood.server.generation import _MOST_TAKEN, Generation, Model, Prompt, TextPiece
 from sapwood.server.http_limits import HOLDS, HttpLimits
 from sapwood.server.inflight import Inflight
-from sapwood.server.link import _LIKELY, _TOKEN, EngineJob
-from sapwood.server.messages import End
+from sapwood.server.process import engine_client as links
+from sapwood.server.process.engine_client import _LIKELY, _TOKEN, EngineJob
+from sapwood.server.process.messages import End
 
 from . import test_http_limits
 from .kit import Running as Process

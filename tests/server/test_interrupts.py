@@ -28,7 +28,7 @@ except BaseException as error:
 # The engine's process stands still where Python begins.
 BEGINS = """
 import sys, time
-if "sapwood.server.engine_side" in sys.orig_argv:
+if "sapwood.server.process.engine_process" in sys.orig_argv:
     sys.stderr.write("the engine begins\\n")
     sys.stderr.flush()
     time.sleep(10000)

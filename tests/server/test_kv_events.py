@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from sapwood.cache import AllBlocksCleared, BlockRemoved, BlockStored, Namespace
-from sapwood.server.kv_events import END, KVEventPublisher, KVEventsConfig, lora_id_of, salt_key
+from sapwood.server.process.kv_events import END, KVEventPublisher, KVEventsConfig, lora_id_of, salt_key
 
 from ..ages import LIMITS
 from . import dynamo_check

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from sapwood.server.engine_side import Settings, _opened
-from sapwood.server.link import EngineLink
-from sapwood.server.messages import Ready
+from sapwood.server.process.engine_client import EngineLink
+from sapwood.server.process.engine_process import Settings, _opened
+from sapwood.server.process.messages import Ready
 
 from .kit import Running, alive, paced_flags, until
 
@@ -324,7 +324,7 @@ def test_m09_an_engine_has_the_time_it_asks_for_to_end(monkeypatch, ends):
             return await ended
         raise TimeoutError
 
-    monkeypatch.setattr("sapwood.server.link.asyncio.wait_for", wait_for)
+    monkeypatch.setattr("sapwood.server.process.engine_client.asyncio.wait_for", wait_for)
     link = _Ending(ends)
     asyncio.run(link.close())
     assert link.status() == (0 if ends else -signal.SIGKILL)
@@ -333,7 +333,7 @@ def test_m09_an_engine_has_the_time_it_asks_for_to_end(monkeypatch, ends):
 
 def test_an_engine_says_how_long_it_takes_to_end(monkeypatch):
     """Mutation: `_opened` leaves `closes_within` out of what it says when it is ready."""
-    monkeypatch.setattr("sapwood.engine.requests.Requests.closes_within", 120.0)
+    monkeypatch.setattr("sapwood.engine.request_table.Requests.closes_within", 120.0)
     flags = json.loads(paced_flags()[3])
     said: list[Any] = []
     engine, *_ = _opened(Settings("sapwood.bench.paced:paced", flags, os.getpid(), "text", "info", None), said.append)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from sapwood.server.logs import TEXT, Interval, Recent, RequestLog, set_up, status_line
+from sapwood.server.observe.logs import TEXT, Interval, Recent, RequestLog, set_up, status_line
 
 from ..engine.machine import PROMPT, Machine
 from .over import over, prompt, stats_of
@@ -224,7 +224,7 @@ def test_what_was_done_since_the_last_look(monkeypatch):
     Mutation: `Recent.take` does not begin anew; it does not look whether the counts went back.
     """
     clock = [100.0]
-    monkeypatch.setattr("sapwood.server.logs.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("sapwood.server.observe.logs.time.monotonic", lambda: clock[0])
     recent = Recent()
     machine = Machine()
     machine.serve("one", PROMPT)

@@ -15,8 +15,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sapwood.cache import Namespace
-from sapwood.server.histogram import FIRST_TOKEN, GAP, QUICK_GAP, REQUEST, Histogram, one_two_five
-from sapwood.server.metrics import ADAPTERS, Metrics
+from sapwood.server.observe.histogram import FIRST_TOKEN, GAP, QUICK_GAP, REQUEST, Histogram, one_two_five
+from sapwood.server.observe.metrics import ADAPTERS, Metrics
 
 from ..engine.machine import PROMPT, Machine, toks
 from .over import over, prompt, stats_of

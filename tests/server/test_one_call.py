@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sapwood.server.spoken import AnswerParser, read_tools
+from sapwood.server.text.answer_parts import AnswerParser, read_tools
 
 from .kit import Running
 from .scripted import Scripted, tokens

@@ -11,10 +11,16 @@ from typing import Any
 
 import pytest
 
+from sapwood.server.command import server_flags
 from sapwood.server.preflight import check_server
-from sapwood.server.serve import server_flags
 
-HEAVY = ("torch", "transformers", "sapwood.server.running", "sapwood.server.engine_side", "sapwood.engine.core")
+HEAVY = (
+    "torch",
+    "transformers",
+    "sapwood.server.lifecycle",
+    "sapwood.server.process.engine_process",
+    "sapwood.engine.engine",
+)
 MODEL = {"model_type": "llama", "vocab_size": 97}
 EVENTS = '{"enable_kv_cache_events": true, "bind": true, "endpoint": "%s"}'
 # Arguments, with {} for the folder of the cases; and what is said of them.

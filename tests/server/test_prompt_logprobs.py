@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from sapwood.engine.params import SamplingParams
+from sapwood.server.api.logprobs import check_scores, prompt_logprobs
 from sapwood.server.errors import ApiError
 from sapwood.server.generation import Prompt
-from sapwood.server.logprobs import check_scores, prompt_logprobs
 
 from .kit import Running
 from .scripted import Scripted, tokens

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sapwood.server.reasoning import ReasoningSplitter, opens_reasoning
+from sapwood.server.text.reasoning import ReasoningSplitter, opens_reasoning
 
 PARTS = ["<think>", "</think>", "<thi", "nk>", "</", "<", "\n", " ", "so", "é"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sapwood.server.config import ServerConfig
-from sapwood.server.reasoning import PARSERS, splitter_for
+from sapwood.server.text.reasoning import PARSERS, splitter_for
 
 from .scripted import TEMPLATE, Scripted
 

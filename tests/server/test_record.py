@@ -16,8 +16,8 @@ import pytest
 
 from sapwood.cache import CacheGroup, Namespace
 from sapwood.scheduler import RequestSpec, Scheduler, SchedulerConfig
-from sapwood.server import record
-from sapwood.server.record import BLOCK, TraceRecorder
+from sapwood.server.observe import record
+from sapwood.server.observe.record import BLOCK, TraceRecorder
 from sapwood.sim.__main__ import main
 from sapwood.sim.cost import SimulatedExecutor
 from sapwood.sim.trace import read_trace, replay_trace

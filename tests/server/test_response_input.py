@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sapwood.server.response_store import ResponseStore
+from sapwood.server.api.response_store import ResponseStore
 
 from .scripted import TEMPLATE, THINKS_AND_CALLS, Scripted
 

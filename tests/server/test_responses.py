@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sapwood.server.response_store import ResponseStore, StoredResponse
+from sapwood.server.api.response_store import ResponseStore, StoredResponse
 
 from .scripted import THINKS_AND_CALLS, Script, Scripted, for_clients
 from .venvs import python_with, run

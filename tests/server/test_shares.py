@@ -14,16 +14,16 @@ from concurrent.futures import Future
 import pytest
 
 from sapwood.bench.paced import PacedEngine
-from sapwood.engine.default_model import default_model
+from sapwood.engine.loading.default_model import default_model
 from sapwood.engine.params import SamplingParams
+from sapwood.server.api.response_store import ResponseStore, StoredResponse
 from sapwood.server.config import ServerConfig
-from sapwood.server.engine_side import EngineSide
-from sapwood.server.fair_queue import FairQueue
-from sapwood.server.grammars import _WAITING, Grammars, GrammarsBusy, GrammarSpec
 from sapwood.server.http_limits import HttpLimits, client_of
 from sapwood.server.listen import open_socket
-from sapwood.server.messages import Drop, End, StepOutput, Submit
-from sapwood.server.response_store import ResponseStore, StoredResponse
+from sapwood.server.process.engine_process import EngineSide
+from sapwood.server.process.fair_queue import FairQueue
+from sapwood.server.process.grammars import _WAITING, Grammars, GrammarsBusy, GrammarSpec
+from sapwood.server.process.messages import Drop, End, StepOutput, Submit
 
 from . import test_http_limits
 from .kit import Running as Process

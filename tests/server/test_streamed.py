@@ -10,7 +10,7 @@ import pytest
 
 from sapwood.engine.params import SamplingParams
 from sapwood.server.generation import Generation, Model, Prompt, TextPiece
-from sapwood.server.messages import End
+from sapwood.server.process.messages import End
 
 from .kit import Running
 from .scripted import Script, Scripted, ScriptedLink, tokens

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from sapwood.engine.default_model import default_model
+from sapwood.engine.loading.default_model import default_model
 from sapwood.server.config import ServerConfig
-from sapwood.server.grammars import Grammars, GrammarSpec
-from sapwood.server.tools import (
+from sapwood.server.process.grammars import Grammars, GrammarSpec
+from sapwood.server.text.tools import (
     MOST_CALLS,
     PARSERS,
     CallArguments,
@@ -32,7 +32,7 @@ from sapwood.server.tools import (
     gather,
     parser_of,
 )
-from sapwood.server.tools.typed import json_of, kinds_of
+from sapwood.server.text.tools.typed import json_of, kinds_of
 
 from .kit import Running, paced_flags
 from .scripted import Scripted

@@ -9,8 +9,8 @@ import jinja2
 import jinja2.ext
 import pytest
 
-from sapwood.server import template
-from sapwood.server.template import ChatTemplate, TemplateError
+from sapwood.server.text import template
+from sapwood.server.text.template import ChatTemplate, TemplateError
 
 from .scripted import Scripted
 

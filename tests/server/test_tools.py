@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from sapwood.server.tools import (
+from sapwood.server.text.tools import (
     MOST_CALLS,
     MOST_TOOLS,
     CallArguments,
@@ -31,7 +31,7 @@ from sapwood.server.tools import (
     guess_parser,
     parser_for,
 )
-from sapwood.server.tools.json_text import MOST_DEPTH, JsonText
+from sapwood.server.text.tools.json_text import MOST_DEPTH, JsonText
 
 HARD = {"q": 'a "b" \\ } ] {', "deep": [{"é": [1.5e-3, None, {"x": {}}]}, "</tool_call>", "[TOOL_CALLS]"], "": "\n;"}
 HARD_TEXT = json.dumps(HARD)  # with unicode escapes

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sapwood.server.response_truncation import _ANSWER
+from sapwood.server.api.response_truncation import _ANSWER
 
 from .scripted import Scripted
 

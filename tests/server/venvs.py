@@ -12,7 +12,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from sapwood.engine.usercache import cache_folder
+from sapwood.engine.loading.usercache import cache_folder
 
 CLIENTS = Path(__file__).parent / "clients"
 _INSTALL = 900  # seconds

@@ -25,7 +25,7 @@ from .run import Prompt, Prompts, opened, progress, run, settle
 from .tables import BenchReport
 
 if TYPE_CHECKING:
-    from sapwood.engine.core import Engine
+    from sapwood.engine.engine import Engine
 
 HELP = "time to the first token: cold, cached on the device, loaded from host, fetched from a store"
 _FORMS = {
@@ -149,7 +149,7 @@ def _must_fit(engine: Engine, prompts: Sequence[Prompt]) -> None:
 def _little(engine: Engine, tokens: int) -> EngineConfig:
     """The same engine for one request at a time, with device memory for about so many tokens, and for windows and
     states no more than one request needs that computes the end of a page."""
-    from sapwood.engine.sizing import size
+    from sapwood.engine.models.sizing import size
 
     page, longest, groups = engine.config.page_size, engine.max_model_len, engine.served.groups
     step = sum(group.layout.page_bytes for group in groups if group.family == "full") or 1 << 16

@@ -28,7 +28,7 @@ from .run import Prompts, opened, progress, run
 from .tables import BenchReport
 
 if TYPE_CHECKING:
-    from sapwood.engine.core import Engine
+    from sapwood.engine.engine import Engine
 
 HELP = "step times, with which sapwood.sim predicts how long a workload takes on this machine"
 _FORMS = {"step": "{:,.2f} ms", "tokens/s": "{:,.1f}"}

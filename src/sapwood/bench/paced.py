@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 
 from sapwood.cache import CacheGroup
-from sapwood.engine.arena import DeviceArena, HostArena, PageLayout, PagePart
 from sapwood.engine.loop import EngineLoop
-from sapwood.engine.lora_files import CONFIG
-from sapwood.engine.lora_reader import Folder
-from sapwood.engine.requests import Requests
+from sapwood.engine.lora.files import CONFIG
+from sapwood.engine.lora.reader import Folder
+from sapwood.engine.request_table import Requests
 from sapwood.engine.samples import Likely, Sample
-from sapwood.engine.tiers import Tiers
-from sapwood.engine.transfer import open_mover
+from sapwood.engine.transfer.arena import DeviceArena, HostArena, PageLayout, PagePart
+from sapwood.engine.transfer.movers import open_mover
+from sapwood.engine.transfer.tiers import Tiers
 from sapwood.scheduler import Event, Plan, Scheduler, SchedulerConfig, StepDone
 from sapwood.store import Fingerprint, GroupLayout, open_store
 

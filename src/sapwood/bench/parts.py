@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from sapwood.engine.core import Engine
+    from sapwood.engine.engine import Engine
 
 PARTS = ("matmuls", "attention", "sampling", "rest")
 # The first that is found in a name. Attention first: torch's own kernels for it have "cutlass" or "splitkv" in theirs.

@@ -36,7 +36,7 @@ def measure_peers(
     import torch
     from transformers import utils
 
-    from sapwood.engine.weights import load_model
+    from sapwood.engine.loading.weights import load_model
 
     logging: Any = utils.logging
     logging.set_verbosity_error()  # it warns of answers without an end, which are what we ask for

@@ -28,7 +28,7 @@ from .run import Prompt, Prompts, exactly, interrupts, opened, progress, run
 from .tables import BenchReport
 
 if TYPE_CHECKING:
-    from sapwood.engine.core import Engine
+    from sapwood.engine.engine import Engine
     from sapwood.engine.samples import Sample
 
 HELP = "where a step's time goes: matmuls, attention, sampling, rest, host; also as `sapwood bench --profile`"

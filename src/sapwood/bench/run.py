@@ -18,7 +18,7 @@ from sapwood.engine.flags import EngineConfig
 from sapwood.engine.params import SamplingParams
 
 if TYPE_CHECKING:
-    from sapwood.engine.core import Engine
+    from sapwood.engine.engine import Engine
 
 Prompt = npt.NDArray[np.int32]
 
@@ -50,7 +50,7 @@ class TimedRun(NamedTuple):
 @contextmanager
 def opened(config: EngineConfig) -> Iterator[Engine]:
     """An engine, for as long as it is needed."""
-    from sapwood.engine.core import Engine
+    from sapwood.engine.engine import Engine
 
     free_memory()
     engine = Engine(replace(config, skip_tokenizer_init=True))

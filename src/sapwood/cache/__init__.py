@@ -8,12 +8,12 @@ from .facade import HybridPrefixCache
 from .families import Family, register_family
 from .group import CacheGroup, validate_groups, whole_number
 from .held import held_events
+from .host_pins import PinnedOnHost
 from .lease import Binding, Lease, Match, PageCopy, Span
 from .load import Landed
 from .namespace import Namespace
 from .pool import PoolError
 from .publish import Replaced
-from .stays import PinnedOnHost
 from .steps import Commit
 from .stored import MissingPages, StoreOperation
 from .tokens import token_bytes

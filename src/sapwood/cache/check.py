@@ -9,12 +9,12 @@ import numpy.typing as npt
 
 from .group import DEVICE, HOST, TIERS
 from .hashes import chain
+from .host_pins import HostPins
 from .lease import Lease, PinHolder
 from .load import Loads
 from .node import Node, Root
 from .pool import FLIGHT, FREE, LEASE, TREE, UNHOOKED, Ids
 from .runs import Ranges
-from .stays import HostPins
 from .steps import StepCommits
 from .stored import StoreFetches
 from .transfer import Transfer

@@ -17,11 +17,13 @@ import numpy.typing as npt
 from . import check as checking
 from . import explain as explaining
 from .admission import NOTHING_KEPT, Admission, Reserve
+from .detach import unhook
 from .events import AllBlocksCleared, KVEvent
 from .explain import Explanation
 from .follow import Follower
 from .group import DEVICE, HOST, TIERS, CacheGroup, validate_groups, whole_number
 from .hashes import chain
+from .host_pins import HostPins, PinnedOnHost
 from .lease import Binding, Lease, Match, PageCopy, Span
 from .load import Landed, Loads
 from .match import Matcher
@@ -33,13 +35,11 @@ from .readers import count_all
 from .room import Room
 from .save import Saves
 from .snapshots import Snapshots
-from .stays import HostPins, PinnedOnHost
 from .steps import Commit, StepCommits
 from .stored import MissingPages, StoreFetches, StoreOperation
 from .tokens import token_bytes
 from .transfer import Operation, PendingTransfers
 from .tree import Tree
-from .unhook import unhook
 
 _NO_POOL = PagePool("nothing", 0)
 Tokens = bytes | bytearray | memoryview | npt.NDArray[Any] | Sequence[int]

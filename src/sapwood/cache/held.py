@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .announce import tell_stored
+from .detach import _announced
 from .events import KVEvent
 from .node import Node, Root
 from .tree import Tree
-from .unhook import _announced
 
 if TYPE_CHECKING:
     from .facade import HybridPrefixCache

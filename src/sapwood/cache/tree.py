@@ -16,9 +16,9 @@ from .events import KVEvent
 from .families import Family, family_class
 from .ghosts import Ghosts
 from .group import DEVICE, HOST, TIERS, CacheGroup
-from .loose import PageEvictionQueue
 from .namespace import Namespace
 from .node import Copy, Node, Root
+from .page_eviction import PageEvictionQueue
 from .path import Path, agree
 from .pool import TREE, Ids, PagePool
 from .slots import drop_slot, split_slots

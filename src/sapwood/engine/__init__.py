@@ -6,8 +6,8 @@
 - `Tiers`: the transfers of plans, with a mover and a store.
 - `EngineLoop`, `Executor`, `Step`: scheduler, executor and tiers joined, step by step.
 
-What needs torch is in modules of its own: `sapwood.engine.transfer_torch`. What reads adapters is in others, which a
-process starts with that has nothing else to do.
+What needs torch is in modules of its own, as transfer/torch_mover.py is. What reads adapters (lora/process.py,
+lora/reader.py) runs in a process that has nothing else to do.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .arena import DeviceArena, HostArena, PageLayout, PagePart, with_host_bytes
     from .loop import EngineLoop, Executor, Step
-    from .tiers import Tiers
-    from .transfer import Mover, NumpyMover, open_mover
+    from .transfer.arena import DeviceArena, HostArena, PageLayout, PagePart, with_host_bytes
+    from .transfer.movers import Mover, NumpyMover, open_mover
+    from .transfer.tiers import Tiers
 
 __all__ = [
     "DeviceArena",
@@ -35,8 +35,8 @@ __all__ = [
     "with_host_bytes",
 ]
 
-_ROOMS = {"EngineLoop": "loop", "Executor": "loop", "Step": "loop", "Tiers": "tiers"}
-_ROOMS |= dict.fromkeys(("Mover", "NumpyMover", "open_mover"), "transfer")
+_ROOMS = {"EngineLoop": "loop", "Executor": "loop", "Step": "loop", "Tiers": "transfer.tiers"}
+_ROOMS |= dict.fromkeys(("Mover", "NumpyMover", "open_mover"), "transfer.movers")
 
 
 def __getattr__(name: str) -> Any:
@@ -44,4 +44,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f".{_ROOMS.get(name, 'arena')}", __name__), name)
+    return getattr(import_module(f".{_ROOMS.get(name, 'transfer.arena')}", __name__), name)

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from .core import Engine
+from .engine import Engine
 from .flags import from_flags
+from .loading.updates import read_update
 from .params import SamplingParams
 from .progress import bar
 from .samples import Logprob, Sample
-from .updates import read_update
 
 Prompt = str | Mapping[str, Any]
 Message = Mapping[str, Any]

@@ -27,7 +27,7 @@ import numpy as np
 
 from sapwood.scheduler import Abort, Ended, Event, Plan, RequestSpec, Scheduler, StepDone, StepFailed
 
-from .tiers import Tiers
+from .transfer.tiers import Tiers
 
 log = logging.getLogger(__name__)
 STEP_SIZES = 16

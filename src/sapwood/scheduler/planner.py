@@ -22,7 +22,7 @@ from operator import attrgetter
 
 from sapwood.cache import Lease, Match, PageCopy, Reserve
 
-from .adapters import AdapterCap
+from .adapter_cap import AdapterCap
 from .book import Book, PlanInFlight
 from .config import SchedulerConfig
 from .plan import Chunk, Plan, batch_of, decode_batch

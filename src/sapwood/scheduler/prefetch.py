@@ -23,10 +23,10 @@ import numpy as np
 
 from sapwood.cache import Binding, HybridPrefixCache, Namespace, Span, StoreOperation
 
+from .backup_retries import BackupRetries
 from .claims import Claims
 from .config import SchedulerConfig
 from .events import BackupDone, FetchDone, LookupDone, ProtocolError
-from .owed import BackupRetries
 from .queue import Queue
 from .request import WAITING, Request
 

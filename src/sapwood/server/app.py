@@ -19,7 +19,7 @@ from starlette.routing import Route, Router
 
 from sapwood import __version__
 
-from .admin import (
+from .api.admin import (
     cache_explain,
     cache_stats,
     cache_tree,
@@ -31,19 +31,19 @@ from .admin import (
     tokenize,
     unload_adapter,
 )
-from .anthropic import anthropic_error, count_tokens, messages
-from .chat import chat_completions
-from .completions import completions
+from .api.anthropic import anthropic_error, count_tokens, messages
+from .api.chat import chat_completions
+from .api.completions import completions
+from .api.links import PAGE_HEADERS, page
+from .api.openapi import description
+from .api.responses import cancel_response, delete_response, get_response, input_items, input_tokens, responses
 from .errors import ApiError, Disconnected
-from .finished import Finished, FinishedPrompt
+from .frontend import Caller, Serving, new_id
 from .generation import Generation
 from .hosts import Hosts
 from .http import Call, Headers
 from .http_limits import client_of
-from .links import PAGE_HEADERS, page
-from .openapi import description
-from .responses import cancel_response, delete_response, get_response, input_items, input_tokens, responses
-from .serving import Caller, Serving, new_id
+from .observe.finished import Finished, FinishedPrompt
 
 log = logging.getLogger(__name__)
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")

@@ -12,8 +12,8 @@ from sapwood.cache import whole_number
 from sapwood.engine.flags import one_of
 
 from .http_limits import HttpLimits
-from .reasoning import PARSERS as REASONING_PARSERS
-from .tools import PARSERS
+from .text.reasoning import PARSERS as REASONING_PARSERS
+from .text.tools import PARSERS
 
 _HOST = re.compile(r"\*|(\*\.)?[\w.-]+")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sapwood.engine.model_files import read_json
+from sapwood.engine.loading.model_files import read_json
 from sapwood.engine.params import SamplingParams
 
 _TAKEN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

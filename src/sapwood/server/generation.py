@@ -19,10 +19,10 @@ from sapwood.engine.detokenize import Detokenizer
 from sapwood.engine.params import SamplingParams
 from sapwood.engine.stops import TextStream
 
-from .engine_side import AHEAD
 from .errors import ApiError, Disconnected, without_paths
-from .link import LAG, EngineJob, Lane
-from .messages import End, Likely, SampleBegun
+from .process.engine_client import LAG, EngineJob, Lane
+from .process.engine_process import AHEAD
+from .process.messages import End, Likely, SampleBegun
 
 _MOST_TAKEN = 2048  # tokens, and likely ones told with them, that are written down before others have their turn
 

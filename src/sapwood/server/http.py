@@ -16,9 +16,9 @@ from urllib.parse import parse_qs
 import msgspec
 
 from .errors import ApiError, Disconnected, bad, shown
+from .frontend import Caller
 from .generation import Generation, TextPiece
 from .http_limits import HOLDS
-from .serving import Caller
 
 Headers = list[tuple[bytes, bytes]]
 _KEEP_ALIVE = b": waiting\n\n"

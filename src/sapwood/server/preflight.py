@@ -8,12 +8,12 @@ import ssl
 import tempfile
 from pathlib import Path
 
-from sapwood.engine.model_files import read_json
+from sapwood.engine.loading.model_files import read_json
 
 from .config import ServerConfig
 from .defaults import generation_defaults
-from .kv_events_config import KVEventsConfig
-from .template import asked_template, find_template
+from .process.kv_events_config import KVEventsConfig
+from .text.template import asked_template, find_template
 
 _MOST_PATH = 107  # bytes of a socket's path, on Linux
 _OURS = len("/sapwood-01234567/engine")

@@ -18,7 +18,7 @@ import stat
 from pathlib import Path
 
 from sapwood.engine.flags import folder_of_store
-from sapwood.engine.usercache import cache_folder
+from sapwood.engine.loading.usercache import cache_folder
 
 log = logging.getLogger(__name__)
 _NAME = "sapwood-store-salt-key"  # in a store's folder, where other names are none of a store's

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .breaker import Breaker, Missing
 from .faulty import Faults, FaultyBackend
-from .gate import InterpreterYield
+from .interpreter_yield import InterpreterYield
 from .keys import Fingerprint, GroupLayout
 from .opening import check_uri, open_store, store_folder
 from .protocol import Backend, JobDone, Released, StoreError, timeout_for, unbroken_run

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .breaker import Breaker, Missing
-from .gate import InterpreterYield
+from .interpreter_yield import InterpreterYield
 from .keys import Fingerprint
 from .protocol import FAILED, MISSING, Backend, JobDone, Kind, Released
 from .store import Store, log

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .gate import InterpreterYield
+from .interpreter_yield import InterpreterYield
 from .values import Item
 
 Kind = Literal["exists", "get", "put"]

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .breaker import Breaker
-from .gate import InterpreterYield
+from .interpreter_yield import InterpreterYield
 from .keys import Fingerprint
 from .protocol import JobDone, Kind, Released, StoreError
 from .values import Arena, digests

@@ -18,7 +18,6 @@ import time
 from typing import Any
 
 from . import wire
-from .bell import Wakeup
 from .breaker import Breaker, Missing
 from .jobs import ThreadStore, _Job
 from .keys import Fingerprint
@@ -27,6 +26,7 @@ from .protocol import Backend, JobDone
 from .shared import attach
 from .spawn import ENDS_AT
 from .store import log
+from .wakeup import Wakeup
 
 _PROGRESS = 0.02  # seconds between two looks at how far long jobs have come
 _NEVER = 10**9  # failures: whether to ask at all is decided before a job comes here

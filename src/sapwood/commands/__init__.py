@@ -1,0 +1,1 @@
+"""Commands that need neither an engine nor a server of their own."""

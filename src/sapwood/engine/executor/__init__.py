@@ -1,0 +1,1 @@
+"""From a plan to tokens: batches, graphs, attention over pages, sampling."""

@@ -1,0 +1,1 @@
+"""Kernels in Triton. Nothing outside this folder is written in it."""

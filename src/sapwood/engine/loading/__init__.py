@@ -1,0 +1,1 @@
+"""From files to a model: weights, GGUF, digests, caches of the user."""

@@ -1,0 +1,1 @@
+"""Pages between device, host and store."""

@@ -1,0 +1,217 @@
+"""What /metrics shows, for Prometheus: `vllm:` names as dashboards and gateways know them, and our own.
+
+    a request is over --> finished --> counts and histograms here --+
+    the engine's stats, as it tells them (metrics_engine.py) -------+--> render
+
+What is counted here is counted when a request is over. Labels are bounded: names that come from outside are known to
+the server, and only so many of each.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from ..generation import Model
+from .figures import TIERS, by_tier, is_miss
+from .finished import Finished
+from .histogram import FIRST_TOKEN, GAP, QUICK_GAP, QUICK_REQUEST, REQUEST, SAMPLES, Histogram, one_two_five
+from .metrics_engine import EngineFamilies
+
+ADAPTERS = 100  # with a label of their own
+_CUT = 100  # characters of a name
+_CONTEXT = 1 << 20  # tokens, for bounds, where the model's context is not known
+_REASONS = ("short", "empty", "diverged", "evicted", "no_snapshot", "window_gone", "off")
+_FINISHED = {"stop": "stop", "length": "length", "tool_calls": "stop", "abort": "abort", "error": "error"}
+
+
+class Metrics:
+    """`facts`: what the engine said of itself when it was ready. One thread calls `finished`; `render` takes a few ms,
+    and may be called by another."""
+
+    def __init__(self, model_name: str, facts: Mapping[str, Any]) -> None:
+        self._model = model_name
+        self._engine = EngineFamilies(model_name, facts)
+        self._process = ProcessCollector(registry=CollectorRegistry())
+        self._adapters = _Few(ADAPTERS)
+        self._paths = _Few(32)
+        self._reasons = _Few(32)
+
+        self._success = dict.fromkeys(("stop", "length", "abort", "error", "repetition"), 0)
+        base = [("base",)]  # what is known from the start is shown from the start: a rate wants a first value
+        self._requests = _counts([])
+        self._prompts = _counts(base)
+        self._prompt_tokens = _counts(base)
+        self._generated = _counts(base)
+        self._cached = _counts([(tier, "base") for tier in TIERS])
+        self._misses = _counts([(reason, "base") for reason in _REASONS])
+
+        lengths = one_two_five(facts.get("max_model_len") or _CONTEXT)
+        self._first = Histogram(FIRST_TOKEN)
+        self._gaps = Histogram(GAP, QUICK_GAP)
+        self._whole = Histogram(REQUEST, QUICK_REQUEST)
+        self._queued = Histogram(REQUEST, QUICK_REQUEST)
+        self._prefill = Histogram(REQUEST)
+        self._decode = Histogram(REQUEST)
+        self._lengths = Histogram(lengths)
+        self._answers = Histogram(lengths)
+        self._computed = Histogram(REQUEST)
+        self._samples = Histogram(SAMPLES)
+        self._most = Histogram(lengths)
+
+    def finished(self, done: Finished) -> None:
+        adapter = self._adapter(done.adapter)
+        self._requests[self._paths.of(done.path), str(done.status)] += 1
+        for prompt in done.prompts:
+            if not prompt.reason:  # never computed
+                continue
+            length = len(prompt.ids)
+            self._prompts[(adapter,)] += 1
+            self._prompt_tokens[(adapter,)] += length
+            self._lengths.add(length)
+            self._queued.add(prompt.queued)
+            for tier, tokens in zip(TIERS, by_tier(prompt), strict=True):
+                self._cached[tier, adapter] += tokens
+            if is_miss(prompt):
+                self._misses[self._reasons.of(prompt.reason), adapter] += 1
+        for reason in done.reasons:
+            self._success[_FINISHED.get(reason, "error")] += 1
+        self._generated[(adapter,)] += done.uncounted_tokens
+        self._answers.add(done.completion_tokens / max(1, len(done.reasons)), len(done.reasons))
+        self._whole.add(done.ended - done.arrived)
+        self._samples.add(done.n, len(done.prompts))
+        self._most.add(done.max_tokens, len(done.reasons))
+        if done.first is not None:
+            self._first.add(done.first - done.arrived)
+            self._decode.add(done.ended - done.first)
+            if done.prompts:
+                self._prefill.add(max(0.0, done.first - done.arrived - done.prompts[0].queued))
+                self._computed.add(max(0.0, done.ended - done.arrived - done.prompts[0].queued))
+        self._gaps.add_all(done.gaps)
+
+    def generated(self, model: Model, tokens: int) -> None:
+        """A request that still runs has got so many more tokens."""
+        self._generated[(self._adapter(None if model.adapter is None else model.name),)] += tokens
+
+    def _adapter(self, name: str | None) -> str:
+        return "base" if name is None else self._adapters.of(name)
+
+    def render(self, stats: Mapping[str, Any] | None, running: int, waiting: int, held: int = 0) -> bytes:
+        """The text of /metrics. `stats`: None while the engine does not answer. `held`: bytes of bodies and answers."""
+        families = [
+            *self._process.collect(),
+            self._now("sapwood:engine_up", "Whether the engine answers.", float(stats is not None)),
+            self._now("vllm:num_requests_running", "Requests that are computed.", running),
+            self._now("vllm:num_requests_waiting", "Requests that wait.", waiting),
+            self._waiting(waiting, 0 if stats is None else self._engine.deferred(stats)),
+            self._now("sapwood:inflight_bytes", "Bytes of bodies, and of answers that were not taken.", held),
+            self._engine.config(),
+            *(self._engine.of(stats) if stats is not None else ()),
+            *self._counters(),
+            *self._histograms(),
+        ]
+        return generate_latest(_Collected(families))
+
+    def _counters(self) -> Iterator[Metric]:
+        tokens, answers = sum([*self._prompt_tokens.values()]), sum([*self._generated.values()])
+        by_reason: dict[tuple[str, ...], int] = {(reason,): n for reason, n in self._success.items()}
+        yield self._vllm_counter("vllm:prompt_tokens", "Tokens of prompts.", {(): tokens})
+        yield self._vllm_counter("vllm:generation_tokens", "Tokens generated.", {(): answers})
+        yield self._vllm_counter("vllm:request_success", "Samples that ended, by why.", by_reason, "finished_reason")
+        yield self._counter("sapwood:requests", "Requests by path and status.", self._requests, "path", "status")
+        yield self._counter("sapwood:prompts", "Prompts computed.", self._prompts, "adapter")
+        yield self._counter("sapwood:prompt_tokens", "Tokens of prompts.", self._prompt_tokens, "adapter")
+        yield self._counter("sapwood:generation_tokens", "Tokens generated.", self._generated, "adapter")
+        yield self._counter(
+            "sapwood:cached_tokens",
+            "Tokens of prompts that were not computed, by where they came from; shared: computed by another request "
+            "meanwhile.",
+            self._cached,
+            *("tier", "adapter"),
+        )
+        yield self._counter(
+            "sapwood:cache_misses",
+            "Prompts of which more could have been cached, by why it was not.",
+            self._misses,
+            *("reason", "adapter"),
+        )
+
+    def _histograms(self) -> Iterator[Metric]:
+        vllm = ("vllm:", ("model_name", "engine"), [self._model, "0"])
+        ours = ("sapwood:", ("model_name",), [self._model])
+        for whose, name, says, histogram, bounds in (
+            (vllm, "time_to_first_token_seconds", "Until the first token.", self._first, FIRST_TOKEN),
+            (vllm, "inter_token_latency_seconds", "Between two tokens.", self._gaps, GAP),
+            (ours, "inter_token_latency_seconds", "Between two tokens.", self._gaps, None),
+            (vllm, "e2e_request_latency_seconds", "Until a request was over.", self._whole, REQUEST),
+            (ours, "e2e_request_latency_seconds", "Until a request was over.", self._whole, None),
+            (vllm, "request_queue_time_seconds", "Until a prompt was first computed.", self._queued, REQUEST),
+            (ours, "request_queue_time_seconds", "Until a prompt was first computed.", self._queued, None),
+            (vllm, "request_prefill_time_seconds", "From then to the first token.", self._prefill, REQUEST),
+            (vllm, "request_decode_time_seconds", "From the first token to the end.", self._decode, REQUEST),
+            (vllm, "request_inference_time_seconds", "From then to the end.", self._computed, REQUEST),
+            (vllm, "request_params_n", "Samples that a prompt was to have.", self._samples, SAMPLES),
+            (vllm, "request_params_max_tokens", "Tokens that a sample might have.", self._most, None),
+            (vllm, "request_prompt_tokens", "Tokens of a prompt.", self._lengths, None),
+            (vllm, "request_generation_tokens", "Tokens of an answer.", self._answers, None),
+        ):
+            prefix, labels, values = whose
+            family = HistogramMetricFamily(prefix + name, says, labels=labels)
+            family.add_metric(values, histogram.buckets(bounds), histogram.sum)
+            yield family
+
+    def _now(self, name: str, says: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, says, labels=("model_name", "engine"))
+        family.add_metric([self._model, "0"], value)
+        return family
+
+    def _waiting(self, all: int, deferred: int) -> Metric:
+        says = "Requests that wait: for room; or (deferred) for pages on their way, or for adapters to leave."
+        labels = ("model_name", "engine", "reason")
+        family = GaugeMetricFamily("vllm:num_requests_waiting_by_reason", says, labels=labels)
+        deferred = min(all, deferred)
+        family.add_metric([self._model, "0", "capacity"], all - deferred)
+        family.add_metric([self._model, "0", "deferred"], deferred)
+        return family
+
+    def _vllm_counter(self, name: str, says: str, counts: Mapping[tuple[str, ...], int], *labels: str) -> Metric:
+        return self._counter(name, says, {("0", *key): n for key, n in counts.items()}, "engine", *labels)
+
+    def _counter(self, name: str, says: str, counts: Mapping[tuple[str, ...], int], *labels: str) -> Metric:
+        family = CounterMetricFamily(name, says, labels=("model_name", *labels))
+        for values, count in list(counts.items()):  # at once: another thread may add to them
+            family.add_metric([self._model, *values], count)
+        return family
+
+
+def _counts(known: Iterable[tuple[str, ...]]) -> defaultdict[tuple[str, ...], int]:
+    return defaultdict(int, dict.fromkeys(known, 0))
+
+
+class _Collected(Collector):
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families
+
+
+class _Few:
+    """The first so many names that come, and "other" for the rest: a series in Prometheus is for ever."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._known: dict[str, str] = {}
+
+    def of(self, name: str) -> str:
+        known = self._known.get(name)
+        if known is not None:
+            return known
+        if len(self._known) >= self._most:
+            return "other"
+        return self._known.setdefault(name, name[:_CUT])
