@@ -13,7 +13,7 @@ import sys
 import numpy as np
 
 from sapwood.cache import CacheGroup
-from sapwood.engine.models.sizing import CONTEXT, SLOTS
+from sapwood.engine.models.sizing import CONTEXT_TOKENS, SLOTS_PER_CONTEXT
 
 from . import ours
 from .sessions import PAGE
@@ -60,7 +60,7 @@ def main() -> None:
     sys.stdout.write("hit rate, by the part of the memory that slots have\n")
     sys.stdout.write(f"{'slot in tokens':>16}{'':9}" + "".join(f"{share:>8}" for share in SHARES) + "   the rule\n")
     for cost, memory in ((200, 300_000), (3200, 1_000_000)):
-        rule = SLOTS * cost / (CONTEXT + SLOTS * cost)
+        rule = SLOTS_PER_CONTEXT * cost / (CONTEXT_TOKENS + SLOTS_PER_CONTEXT * cost)
         for kind in KINDS:
             found = []
             for share in SHARES:

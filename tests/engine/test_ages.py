@@ -18,7 +18,7 @@ def test_S16_jobs_and_operations_pass_their_limits(tmp_path, limit, process):
     """A prompt goes to host and store and comes back from there, with steps, operations and jobs counted past a limit:
     every byte is right, and the answer is that of an engine that has just begun.
 
-    Mutation: `wire._JOB` has an id of 32 bits; `TextDecoder.shown` adds `np.int32(self.planned)`.
+    Mutation: `wire._JOB` has an id of 32 bits; `DecodeRows.shown` adds `np.int32(self.planned)`.
     """
     young = Machine(HYBRID, pages=400, host=400)
     young.serve("ann", PROMPT, 9)

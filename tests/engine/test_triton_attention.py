@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sapwood.engine.executor.attention import PlainAttention, ScoreOptions, rows_of
-from sapwood.engine.executor.work_list import LEAST_KEYS, Tiles, work_list
+from sapwood.engine.executor.work_list import MIN_PART_KEYS, Tiles, work_list
 
 from .triton_kit import CARD, DEVICE, QUIET
 from .triton_kit import triton_attention as kernels
@@ -205,7 +205,7 @@ def test_a_work_list_covers_every_key_once():
             assert 0 < queries <= tiles.queries and begins[row] <= first
             assert first + queries <= begins[row] + lengths[row]
             assert position == starts[row] + first - begins[row]
-            assert part < 0 or end - begin <= max(LEAST_KEYS, 1 << 20)
+            assert part < 0 or end - begin <= max(MIN_PART_KEYS, 1 << 20)
             for query in range(first, first + queries):
                 covered.setdefault(query, []).append((begin, end))
             if part >= 0:

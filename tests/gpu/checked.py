@@ -53,4 +53,4 @@ class _Told(logging.Handler):
         self.apart, self.rounding = record.args  # type: ignore[misc]
 
     def used(self) -> float:
-        return float(self.apart) / (self_check._TIMES * float(self.rounding))
+        return float(self.apart) / (self_check._TOLERANCE * float(self.rounding))

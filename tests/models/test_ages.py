@@ -17,7 +17,7 @@ def test_S16_an_engine_that_has_counted_past_31_bits_answers_as_a_young_one(name
     """With requests, steps and all else that is counted shortly before a limit, prompts are computed, decoded past it,
     retracted for want of memory and found again in the cache, and every answer is that of transformers.
 
-    Mutation: `TextDecoder.shown` adds `np.int32(self.planned)`.
+    Mutation: `DecodeRows.shown` adds `np.int32(self.planned)`.
     """
     build(name, torch.float64).save_pretrained(tmp_path)
     prompts = [prompt(n, 30) for n in range(4)]

@@ -101,7 +101,7 @@ def test_S16_steps_pass_what_31_bits_hold(tmp_path, monkeypatch):
     """Kernels are given places, slots and tokens, never the number of a step: however many there were before, the
     answers are the same.
 
-    Mutation: `TextDecoder.shown` adds `np.int32(self.planned)`.
+    Mutation: `DecodeRows.shown` adds `np.int32(self.planned)`.
     """
     build("qwen3", torch.float32).save_pretrained(tmp_path)
     monkeypatch.setattr(core, "has_kernels", lambda device, dtype: True)

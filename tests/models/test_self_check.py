@@ -39,7 +39,7 @@ class Started:
         """By how much its tolerance is used: at most one, or it is refused."""
         name = self.served.model.config.model_type
         apart = self_check.check(self.reference, name, self.executor, self.config, longest)
-        return apart / (self_check._TIMES * self.reference.rounding)
+        return apart / (self_check._TOLERANCE * self.reference.rounding)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

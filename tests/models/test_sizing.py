@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sapwood.engine.models.kv_groups import GroupSpec
-from sapwood.engine.models.sizing import SLOTS, TooLittleHost, contexts, resident_pages, size, told
+from sapwood.engine.models.sizing import SLOTS_PER_CONTEXT, TooLittleHost, contexts, resident_pages, size, told
 from sapwood.engine.transfer.arena import PageLayout, PagePart
 
 from .zoo import torch
@@ -54,13 +54,13 @@ def test_slots_of_a_hybrid():
     """As many contexts of 8,192 tokens as fit with four slots each; at least one for each row and two more; and if
     those took more than half, fewer rows run, which is said.
 
-    Mutation: `SLOTS` counts once; `size` lowers nothing.
+    Mutation: `SLOTS_PER_CONTEXT` counts once; `size` lowers nothing.
     """
     nbytes = 40000 * MIB
     sized = size([FULL, STATE], nbytes, PAGE, 64, 32768)
     full, state = sized.groups
-    each = 8192 // PAGE * FULL.layout.page_bytes + SLOTS * STATE.layout.page_bytes
-    assert state.device_pages == SLOTS * (nbytes - 64 * 1024 - 8 * MIB) // each
+    each = 8192 // PAGE * FULL.layout.page_bytes + SLOTS_PER_CONTEXT * STATE.layout.page_bytes
+    assert state.device_pages == SLOTS_PER_CONTEXT * (nbytes - 64 * 1024 - 8 * MIB) // each
     assert full.device_pages > 8192 // PAGE and sized.max_num_seqs == 64 and not sized.notes
     few = size([FULL, STATE], 1000 * MIB, PAGE, 50, 4096)
     assert few.groups[1].device_pages >= few.max_num_seqs + 2

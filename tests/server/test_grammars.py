@@ -27,9 +27,9 @@ from sapwood.engine.loading.default_model import default_model
 from sapwood.server.process import grammar_trial
 from sapwood.server.process.grammar_trial import LARGE, SLOW, Trial, Vocabulary, lark
 from sapwood.server.process.grammars import (
-    _CACHED,
-    _STRIKES,
-    _WAITING,
+    _MAX_CACHED,
+    _MAX_STRIKES,
+    _MAX_WAITING,
     Grammars,
     GrammarSpec,
     TokenGrammar,
@@ -411,7 +411,7 @@ def test_a_grammar_that_is_slow_token_after_token_ends(grammars, tokenizer):
     Mutation: `TokenGrammar.took` counts nothing; `rollback` forgets `_strikes`.
     """
     slow, other = grammars.compile(GrammarSpec("choice", '["one", "two"]'), 2).result(timeout=240)
-    for _ in range(_STRIKES - 1):
+    for _ in range(_MAX_STRIKES - 1):
         slow.took(1.0)
     slow.accept(tokenizer.encode("one").ids[0])
     assert slow.error == ""
@@ -724,8 +724,8 @@ def test_only_so_many_wait():
     Mutation: `compile` has no bound on `_jobs`.
     """
     made = Grammars(default_model() / "tokenizer.json", VOCABULARY, EOS, compilers=0)
-    futures = [made.compile(GrammarSpec("regex", f"a{i}")) for i in range(_WAITING + 1)]
-    assert [future.done() for future in futures] == [False] * _WAITING + [True]
+    futures = [made.compile(GrammarSpec("regex", f"a{i}")) for i in range(_MAX_WAITING + 1)]
+    assert [future.done() for future in futures] == [False] * _MAX_WAITING + [True]
     with pytest.raises(ValueError, match="try again later"):
         futures[-1].result()
 
@@ -736,16 +736,16 @@ def test_what_is_kept_is_bounded():
     Mutation: `_Cache.put` compares with neither bound; `get` does not `move_to_end`.
     """
     cache, matcher = _Cache(), object()
-    specs = [GrammarSpec("regex", str(i)) for i in range(_CACHED + 2)]
-    for spec in specs[:_CACHED]:
+    specs = [GrammarSpec("regex", str(i)) for i in range(_MAX_CACHED + 2)]
+    for spec in specs[:_MAX_CACHED]:
         cache.put(spec, matcher, 1000)
     assert cache.get(specs[0]) is matcher
-    cache.put(specs[_CACHED], matcher, 1000)
+    cache.put(specs[_MAX_CACHED], matcher, 1000)
     assert cache.get(specs[1]) is None and cache.get(specs[0]) is matcher
-    cache.put(specs[_CACHED], matcher, 2000)  # two threads have compiled the same
-    assert cache._bytes == 1000 * _CACHED + 1000
-    cache.put(specs[_CACHED + 1], matcher, 255 << 20)
-    assert cache._bytes == 1000 * _CACHED + (255 << 20)
+    cache.put(specs[_MAX_CACHED], matcher, 2000)  # two threads have compiled the same
+    assert cache._bytes == 1000 * _MAX_CACHED + 1000
+    cache.put(specs[_MAX_CACHED + 1], matcher, 255 << 20)
+    assert cache._bytes == 1000 * _MAX_CACHED + (255 << 20)
     cache.put(specs[1], matcher, 255 << 20)
     assert [spec for spec in specs if cache.get(spec) is not None] == [specs[1]]
 

@@ -114,10 +114,10 @@ def test_memory_goes_back_to_the_system(monkeypatch):
         loop = asyncio.get_running_loop()
         monkeypatch.setattr(inflight, "_SOON", 0.0)
         monkeypatch.setattr(inflight, "give_back", lambda: loop.call_soon_threadsafe(given_back.set))
-        budget = Inflight(2 * inflight._TRIM)
+        budget = Inflight(2 * inflight._TRIM_BYTES)
         one, other = Somebody(budget), Somebody(budget)
-        assert one.holds(inflight._TRIM // 2) and one.holds(0)
-        assert other.holds(2 * inflight._TRIM) and not other.holds(2 * inflight._TRIM + 1)
+        assert one.holds(inflight._TRIM_BYTES // 2) and one.holds(0)
+        assert other.holds(2 * inflight._TRIM_BYTES) and not other.holds(2 * inflight._TRIM_BYTES + 1)
         await given_back.wait()
 
     inflight.give_back()

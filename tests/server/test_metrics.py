@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sapwood.cache import Namespace
 from sapwood.server.observe.histogram import FIRST_TOKEN, GAP, QUICK_GAP, REQUEST, Histogram, one_two_five
-from sapwood.server.observe.metrics import ADAPTERS, Metrics
+from sapwood.server.observe.metrics import MAX_ADAPTER_LABELS, Metrics
 
 from ..engine.machine import PROMPT, Machine, toks
 from .over import over, prompt, stats_of
@@ -308,7 +308,7 @@ def test_names_from_outside_cannot_fill_prometheus(metrics):
     metrics.finished(over(prompt(10), adapter="149", generated=1))
     found = shown(metrics)
     names = found.values("sapwood:generation_tokens_total", "adapter")
-    assert len(names) == ADAPTERS + 2 and {"base", "other"} <= names and max(map(len, names)) == 100
+    assert len(names) == MAX_ADAPTER_LABELS + 2 and {"base", "other"} <= names and max(map(len, names)) == 100
     assert found("sapwood:generation_tokens_total", adapter="other") == 51
     assert found("vllm:generation_tokens_total") == 151
 

@@ -17,7 +17,7 @@ import pytest
 from sapwood.cache import CacheGroup, Namespace
 from sapwood.scheduler import RequestSpec, Scheduler, SchedulerConfig
 from sapwood.server.observe import record
-from sapwood.server.observe.record import BLOCK, TraceRecorder
+from sapwood.server.observe.record import BLOCK_TOKENS, TraceRecorder
 from sapwood.sim.__main__ import main
 from sapwood.sim.cost import SimulatedExecutor
 from sapwood.sim.trace import read_trace, replay_trace
@@ -25,7 +25,7 @@ from sapwood.sim.trace import read_trace, replay_trace
 from .over import over, prompt
 
 BIG = 1 << 30
-TOKENS = np.random.default_rng(3).integers(0, 50_000, 4 * BLOCK).astype(np.int32)
+TOKENS = np.random.default_rng(3).integers(0, 50_000, 4 * BLOCK_TOKENS).astype(np.int32)
 
 
 @pytest.fixture
@@ -77,9 +77,9 @@ def test_equal_ids_are_equal_prefixes(recorder_of):
     Mutation: `_line` does not chain `digest` to its `parent`; or does not begin with the namespace.
     """
     other = TOKENS.copy()
-    other[BLOCK + 7] += 1
-    swapped = np.concatenate([TOKENS[BLOCK : 2 * BLOCK], TOKENS[:BLOCK]])
-    asked = [TOKENS, TOKENS[: 2 * BLOCK + 5], other, swapped]
+    other[BLOCK_TOKENS + 7] += 1
+    swapped = np.concatenate([TOKENS[BLOCK_TOKENS : 2 * BLOCK_TOKENS], TOKENS[:BLOCK_TOKENS]])
+    asked = [TOKENS, TOKENS[: 2 * BLOCK_TOKENS + 5], other, swapped]
     requests = [over(prompt(each)) for each in asked] + [over(prompt(TOKENS), namespace=b"another")]
     whole, short, parted, turned, elsewhere = (line["hash_ids"] for line in written(recorder_of(), *requests))
     assert len(set(whole)) == 4 and short[:2] == whole[:2] and short[2] not in whole
@@ -157,7 +157,7 @@ def test_a_file_that_is_full_is_put_aside(recorder_of, tmp_path):
     """
     recorder = recorder_of(max_bytes=600)
     for at in range(40):
-        recorder.finished(over(prompt(BLOCK + at), arrived=recorder._start + at))
+        recorder.finished(over(prompt(BLOCK_TOKENS + at), arrived=recorder._start + at))
     recorder.flush()
     assert recorder.written == 40
     files = [
@@ -166,7 +166,7 @@ def test_a_file_that_is_full_is_put_aside(recorder_of, tmp_path):
     assert sorted(tmp_path.iterdir()) == sorted(files)
     assert all(0 < file.stat().st_size <= 600 for file in files)
     lengths = [line["input_length"] for file in files for line in lines_of(file)]
-    assert lengths == list(range(BLOCK + 40 - len(lengths), BLOCK + 40)) and len(lengths) >= 12
+    assert lengths == list(range(BLOCK_TOKENS + 40 - len(lengths), BLOCK_TOKENS + 40)) and len(lengths) >= 12
 
 
 def test_a_trace_of_another_start_is_put_aside(recorder_of, tmp_path):
@@ -255,10 +255,10 @@ def test_prompts_that_part_inside_a_block_say_so(recorder_of):
 
     Mutation: `nearest` looks at one neighbour only; `_common` counts bytes; `_seen` is not asked.
     """
-    parts, far = TOKENS[: 2 * BLOCK].copy(), TOKENS[: 2 * BLOCK].copy()
-    parts[BLOCK + 150] += 1
-    far[BLOCK + 20] += 1
-    asked = [TOKENS[: BLOCK + 200], TOKENS, far, parts, parts, TOKENS[:10], TOKENS[::-1]]
+    parts, far = TOKENS[: 2 * BLOCK_TOKENS].copy(), TOKENS[: 2 * BLOCK_TOKENS].copy()
+    parts[BLOCK_TOKENS + 150] += 1
+    far[BLOCK_TOKENS + 20] += 1
+    asked = [TOKENS[: BLOCK_TOKENS + 200], TOKENS, far, parts, parts, TOKENS[:10], TOKENS[::-1]]
     found = written(recorder_of(), *(over(prompt(each)) for each in asked))
     near = [line.get("near") for line in found]
     first, whole = found[0]["hash_ids"][1], found[1]["hash_ids"][1]
@@ -315,13 +315,13 @@ def test_a_replay_predicts_what_the_server_had(recorder_of, capsys):
     """
     random = np.random.default_rng(5)
     served = Served(recorder_of(), pages=1200)
-    systems = [random.integers(0, 30_000, 2 * BLOCK + 200) for _ in range(4)]
-    chats = [np.concatenate([systems[at % 4], random.integers(0, 30_000, BLOCK)]) for at in range(24)]
+    systems = [random.integers(0, 30_000, 2 * BLOCK_TOKENS + 200) for _ in range(4)]
+    chats = [np.concatenate([systems[at % 4], random.integers(0, 30_000, BLOCK_TOKENS)]) for at in range(24)]
     over_now, tokens = [], 0
     for _ in range(60):
         at = int(random.integers(len(chats)))
-        chats[at] = np.concatenate([chats[at], random.integers(0, 30_000, BLOCK)])[: 7 * BLOCK]
-        ask = chats[at][: len(chats[at]) - int(random.integers(0, 2)) * int(random.integers(1, BLOCK))]
+        chats[at] = np.concatenate([chats[at], random.integers(0, 30_000, BLOCK_TOKENS)])[: 7 * BLOCK_TOKENS]
+        ask = chats[at][: len(chats[at]) - int(random.integers(0, 2)) * int(random.integers(1, BLOCK_TOKENS))]
         tokens += len(ask)
         over_now.append(served.serve(ask, int(random.integers(1, 20)), ("one", "two", None)[at % 3]))
     path = served.recorder.path
@@ -341,12 +341,12 @@ def test_reading_gives_blocks_numbers_again(recorder_of):
 
     Mutation: `read_trace` keeps ids as they are.
     """
-    requests = [over(prompt(each)) for each in (TOKENS, TOKENS[: 3 * BLOCK], TOKENS[::-1])]
+    requests = [over(prompt(each)) for each in (TOKENS, TOKENS[: 3 * BLOCK_TOKENS], TOKENS[::-1])]
     recorder = recorder_of()
     written(recorder, *requests)
     asked = read_trace(recorder.path)
     assert [one.blocks for one in asked] == [(0, 1, 2, 3), (0, 1, 2), (4, 5, 6, 7)]
-    assert (asked[0].tokens()[: 3 * BLOCK] == asked[1].tokens()).all()
+    assert (asked[0].tokens()[: 3 * BLOCK_TOKENS] == asked[1].tokens()).all()
 
 
 def test_tokens_of_a_replay_are_equal_where_they_were(recorder_of):

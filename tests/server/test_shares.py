@@ -22,7 +22,7 @@ from sapwood.server.http_limits import HttpLimits, client_of
 from sapwood.server.listen import open_socket
 from sapwood.server.process.engine_process import EngineSide
 from sapwood.server.process.fair_queue import FairQueue
-from sapwood.server.process.grammars import _WAITING, Grammars, GrammarsBusy, GrammarSpec
+from sapwood.server.process.grammars import _MAX_WAITING, Grammars, GrammarsBusy, GrammarSpec
 from sapwood.server.process.messages import Drop, End, StepOutput, Submit
 
 from . import test_http_limits
@@ -246,9 +246,9 @@ def test_L21_one_key_cannot_have_the_whole_queue_of_grammars(idle: Grammars):
 
     Mutation: `compile` puts in everything by one name; it raises a ValueError.
     """
-    many = [idle.compile(spec(i), owner="alpha") for i in range(_WAITING)]
+    many = [idle.compile(spec(i), owner="alpha") for i in range(_MAX_WAITING)]
     full, other = idle.compile(spec(-1), owner="alpha"), idle.compile(spec(-2), owner="beta")
-    assert [future.done() for future in (*many, full, other)] == [False] * (_WAITING - 1) + [True, True, False]
+    assert [future.done() for future in (*many, full, other)] == [False] * (_MAX_WAITING - 1) + [True, True, False]
     for future in (many[-1], full):
         assert isinstance(future.exception(), GrammarsBusy)
 
@@ -299,9 +299,9 @@ def test_what_was_cancelled_leaves_its_place(idle: Grammars):
 
     Mutation: `cancel` cancels the future alone.
     """
-    for i in range(10 * _WAITING):
+    for i in range(10 * _MAX_WAITING):
         idle.cancel(idle.compile(spec(i), owner=str(i % 7)))
-    assert not any(idle.compile(spec(i)).done() for i in range(_WAITING))
+    assert not any(idle.compile(spec(i)).done() for i in range(_MAX_WAITING))
     assert isinstance(idle.compile(spec(-1)).exception(), GrammarsBusy)
 
 
@@ -358,7 +358,7 @@ def test_L21_a_flood_of_grammars_keeps_nobody_else_waiting():
         return server.post(COMPLETIONS, body, headers={"Authorization": f"Bearer {key}"}).status == 200
 
     try:
-        attackers = flood(range(900_001, 900_001 + 2 * (2 * _WAITING)))
+        attackers = flood(range(900_001, 900_001 + 2 * (2 * _MAX_WAITING)))
         assert good("beta", 2)
         answered, _, _ = select.select(attackers, [], [], 0)
         assert len(answered) < len(attackers)  # they still wait, and this one has not waited for them

@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
 HELP = "step times, with which sapwood.sim predicts how long a workload takes on this machine"
 _FORMS = {"step": "{:,.2f} ms", "tokens/s": "{:,.1f}"}
-_SHORT = 32  # tokens of a context that hardly counts
+_SHORT_TOKENS = 32  # tokens of a context that hardly counts
 _STEPS = 8  # of a decode that is measured
 _PARTS = 16  # rows that the longest prefill is divided into
-_FEW, _MANY = 8, 64  # rows with long contexts: on a CPU, and on a GPU, where few do not show what reading costs
+_CPU_ROWS, _GPU_ROWS = 8, 64  # with long contexts; on a GPU few do not show what reading costs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     number(parser, "--repeats", 3, 1, 1000, "rounds of all measurements, of which medians are taken")
-    number(parser, "--context-len", 1024, 2 * _SHORT, 1 << 20, "tokens of a long context")
+    number(parser, "--context-len", 1024, 2 * _SHORT_TOKENS, 1 << 20, "tokens of a long context")
     number(parser, "--num-prompts", 16, 1, 10**4, "requests of the workload that is predicted")
 
 
@@ -87,27 +87,27 @@ class StepTimer:
         page, longest = engine.config.page_size, engine.max_model_len - _STEPS - 2
         pages = min((group.device_pages for group in engine.sized.groups if group.family == "full"), default=1 << 20)
         room = pages * page
-        most_rows = min(engine.sized.max_num_seqs, room // (_SHORT + _STEPS + page))
+        most_rows = min(engine.sized.max_num_seqs, room // (_SHORT_TOKENS + _STEPS + page))
         most_tokens = min(engine.scheduler.config.max_batch_tokens, longest, room // 2)
         gpu, graphs = engine.device.type == "cuda", getattr(engine.executor, "graphs", None)
         self.padded: tuple[int, ...] = () if graphs is None else tuple(graphs.sizes)
         decodes = _sizes(1, max(1, most_rows), 2, self.padded)
         # All rows of the smallest step that has many have it.
         context = min(context, longest // 2, room // (2 * max(2, decodes[0]))) // page * page
-        if context < 2 * _SHORT or most_rows < 1 or most_tokens < 2:
+        if context < 2 * _SHORT_TOKENS or most_rows < 1 or most_tokens < 2:
             raise ValueError(
-                f"max_model_len and device_cache must hold contexts of {2 * _SHORT} tokens several times, and steps "
-                f"two tokens; the context is {engine.max_model_len}, and the cache holds {room}"
+                f"max_model_len and device_cache must hold contexts of {2 * _SHORT_TOKENS} tokens several times, and "
+                f"steps two tokens; the context is {engine.max_model_len}, and the cache holds {room}"
             )
         self.prefills = [StepKind("prefill", 1, n, 0) for n in _sizes(2, most_tokens, 2 if gpu else 4, self.padded)]
-        self.decodes = [StepKind("decode", n, 1, _SHORT) for n in decodes]
+        self.decodes = [StepKind("decode", n, 1, _SHORT_TOKENS) for n in decodes]
         # What attention reads shows in the difference to one of those above.
         whole = self.prefills[-1]
         parts = min(_PARTS, most_rows, max(1, whole.tokens // 2))
         self.apart = StepKind("prefill", parts, whole.tokens // parts, 0)
         self.near = self.apart if gpu else self.prefills[len(self.prefills) // 2]
         self.behind = self.near._replace(context=context)
-        rows = min(_MANY if gpu else _FEW, room // (2 * context))
+        rows = min(_GPU_ROWS if gpu else _CPU_ROWS, room // (2 * context))
         self.few = max(size for size in self.decodes if size.rows == self.decodes[0].rows or size.rows <= rows)
         self.long = self.few._replace(context=context)
         self.same = self.long._replace(shared=True)
@@ -133,11 +133,11 @@ class StepTimer:
         own = max(0.0, (seconds[whole] - seconds[apart]) / fewer) if apart.rows > 1 else 0.0
         tokens = self.near.rows * self.near.tokens
         pair = max(0.0, (seconds[self.behind] - seconds[self.near]) / (tokens * self.behind.context))
-        more = self.few.rows * (self.long.context - _SHORT)
+        more = self.few.rows * (self.long.context - _SHORT_TOKENS)
         key = max(0.0, (seconds[self.long] - seconds[self.few]) / more)
         repeated = (self.few.rows - 1) * (self.long.context - page)
         spared = max(0.0, (seconds[self.long] - seconds[self.same]) / repeated) if repeated else 0.0
-        read = _SHORT + _STEPS / 2
+        read = _SHORT_TOKENS + _STEPS / 2
         prefills = {self._filled(size.tokens): seconds[size] - own * size.tokens**2 / 2 for size in self.prefills}
         decodes = {self._filled(size.rows): seconds[size] - key * size.rows * read for size in self.decodes}
         return MeasuredCost(

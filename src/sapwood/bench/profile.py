@@ -35,10 +35,10 @@ HELP = "where a step's time goes: matmuls, attention, sampling, rest, host; also
 KINDS = ("decode", "mixed", "prefill")
 _FORMS = dict.fromkeys((*PARTS, "host", "total", "python"), "{:,.2f}")
 _TOP_FORMS = {"calls": "{:,.1f}", "ms": "{:,.3f}", "%": "{:.1f}"}
-_TOP = 10
+_TOP_KERNELS = 10
 _ROWS, _ROWS_CPU = 64, 8
 _WARM, _LEAST, _TRACED = 3, 3, 8  # steps that are not counted; that are at least; that the profiler sees at most
-_ENOUGH = 10.0  # seconds that steps of a kind are timed
+_MAX_SECONDS = 10.0  # seconds that steps of a kind are timed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,7 +98,7 @@ class StepProfile(NamedTuple):
 
     def longest(self) -> dict[str, dict[str, float]]:
         """The kernels or operations that take most of it."""
-        top = sorted(self.ran.items(), key=lambda each: -each[1].seconds)[:_TOP]
+        top = sorted(self.ran.items(), key=lambda each: -each[1].seconds)[:_TOP_KERNELS]
         return {
             name: {"calls": ran.calls, "ms": 1e3 * ran.seconds, "%": 100 * ran.seconds / self.wall} for name, ran in top
         }
@@ -154,14 +154,14 @@ class ProfiledSteps:
         self._seen.clear()
         times: list[float] = []
         worked: list[float] = []
-        while len(times) < self._asked.num_iters and (len(times) < _LEAST or sum(times) < _ENOUGH):
+        while len(times) < self._asked.num_iters and (len(times) < _LEAST or sum(times) < _MAX_SECONDS):
             now, waited = time.perf_counter(), self.engine.executor.waited
             self._step(feed)
             times.append(time.perf_counter() - now)
             worked.append(times[-1] - (self.engine.executor.waited - waited))
         bar.update(1)
         wall = median(times)
-        count = max(1, min(_TRACED, int(_ENOUGH / 2 / wall)))
+        count = max(1, min(_TRACED, int(_MAX_SECONDS / 2 / wall)))
         with traced(self.engine) as ran:
             now = time.perf_counter()
             for _ in range(count):

@@ -32,8 +32,8 @@ _FORMS = {
     "a second": "{:,.2f}",
     "share": "{:.1%}",
 }
-_LATE = 0.1  # seconds after its time at which a request is worth a word
-_BUSY = 0.8  # of a core, at which this client may be what is slow
+_LATE_SECONDS = 0.1  # seconds after its time at which a request is worth a word
+_BUSY_SHARE = 0.8  # of a core, at which this client may be what is slow
 
 
 def measure(asked: argparse.Namespace) -> BenchReport:
@@ -192,10 +192,10 @@ def _notes(run: LoadResult) -> list[str]:
         notes.append(f"failed: {_failures(run)}")
     if all(each.cached is None for each in heard):
         notes.append("this server does not say how many prompt tokens were cached")
-    if run.late > _LATE:
+    if run.late > _LATE_SECONDS:
         why = "all places were taken, or this client was busy"
         notes.append(f"requests were sent up to {run.late:,.1f} s after their time: {why}")
-    if run.busy > _BUSY:
+    if run.busy > _BUSY_SHARE:
         notes.append(f"this client used {run.busy:.0%} of a core: what is slow may be the client")
     return notes
 

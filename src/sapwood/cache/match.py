@@ -12,7 +12,7 @@ from .path import Path, agree
 from .tree import Tree
 
 _new = tuple.__new__  # a Match in a third of the time
-_NEAR = 8  # pages: who branches where a chat went on starts from a snapshot so far before it
+_NEAR_PAGES = 8  # pages: who branches where a chat went on starts from a snapshot so far before it
 _SIBLINGS = 4  # how many of the most recent siblings a copy on write looks at
 
 
@@ -114,7 +114,7 @@ class Matcher:
         if boundary < depth < last:
             end = path.nodes[-1]
             # A chat that merely goes on: nobody has branched here, and a chunk of a few pages would cost it a step.
-            goes_on = not end.children and end.start + end.n == depth and depth - boundary <= _NEAR
+            goes_on = not end.children and end.start + end.n == depth and depth - boundary <= _NEAR_PAGES
             return (last,) if goes_on else (depth, last)
         return (last,) if boundary < last else ()
 

@@ -29,8 +29,8 @@ FLIGHT: Final = 3
 UNHOOKED: Final = 4
 OWNERS: Final = ("free", "leases", "tree", "flight", "unhooked")[1:]
 _NOBODY: Final = 255  # of the null page
-_FEW: Final = 6  # up to so many pages a loop beats looking whether they are a run ...
-_SOME: Final = 16  # ... and numpy, whose every call costs as much as a dozen turns
+_LOOP_MAX_PAGES: Final = 6  # up to so many pages a loop beats looking whether they are a run ...
+_RUN_CHECK_MIN_PAGES: Final = 16  # ... and numpy, whose every call costs as much as a dozen turns
 _MARKS: Final = [bytes([owner]) for owner in range(5)]
 _FIRST: Final = Struct("<i").unpack_from
 _NAMES: Final = ("free", "a lease", "the tree", "something in flight", "an unhooked namespace")
@@ -123,7 +123,7 @@ class PagePool:
         first = self._places[low]
         if raw == _order[4 * first : 4 * (first + n)]:
             self.owner[first : first + n] = _MARKS[owner] * n
-        elif n <= _SOME:
+        elif n <= _RUN_CHECK_MIN_PAGES:
             owners = self.owner
             for page in memoryview(raw).cast("i"):
                 owners[page] = owner
@@ -204,7 +204,7 @@ class PagePool:
 
     def _hand(self, raw: bytes | bytearray, n: int, old: int, new: int) -> int:
         """`hand`, without the counts. Returns the first of the ids if they are seen to be a run, else 0."""
-        if n <= _FEW:
+        if n <= _LOOP_MAX_PAGES:
             self._hand_few(memoryview(raw).cast("i").tolist(), old, new)
             return 0
         first = _run(raw)

@@ -19,7 +19,7 @@ from .runs import HOLE, Run, joined, lengthened, ranges, runs_of
 from .tree import Tree
 
 Fallen = tuple[Lease, list[tuple[int, int]]]  # and (group, column) of its duplicates
-_THAW_BYTES = 65536  # a resting edge longer than this gets a child instead of being copied to grow
+_MAX_COPY_TO_GROW_BYTES = 65536  # a resting edge longer than this gets a child instead of being copied to grow
 
 
 class Replaced(NamedTuple):
@@ -336,7 +336,7 @@ class Publisher:
             return False
         if node.host is not None and node.host.holds:  # by a backup: what it holds is all on host, and stays so
             return False
-        return type(node.edge) is bytearray or len(node.edge) <= _THAW_BYTES
+        return type(node.edge) is bytearray or len(node.edge) <= _MAX_COPY_TO_GROW_BYTES
 
     # ---- groups that are not closed
 

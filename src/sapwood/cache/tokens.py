@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_MOST = 2**31 - 1
+_MAX_TOKEN = 2**31 - 1
 _INT32 = np.dtype(np.int32)
 _FORMATS = ("i", "<i", "=i", "B", "b", "c")  # of memoryviews: int32, or their bytes
 
@@ -35,6 +35,6 @@ def token_bytes(tokens: bytes | bytearray | memoryview | npt.NDArray[Any] | Sequ
     if array.dtype.kind not in "iu":
         raise ValueError(f"tokens must be integers, got {array.dtype}")
     low, high = int(array.min()), int(array.max())
-    if low < 0 or high > _MOST:
+    if low < 0 or high > _MAX_TOKEN:
         raise ValueError(f"tokens must be from 0 to 2**31 - 1, got {low if low < 0 else high}")
     return np.ascontiguousarray(array, np.int32).tobytes()

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 _HALF = "\ufffd"  # what tokenizers make of the bytes of a character that is not there yet
-_LONGEST = 64  # tokens without a whole end after which their text is taken as it is, so that windows stay small
-TAIL = 6  # tokens of a prompt that are enough for the spaces around the first token generated
+# Tokens without a whole end after which their text is taken as it is, so that windows stay small.
+_MAX_UNFINISHED_TOKENS = 64
+TAIL_TOKENS = 6  # tokens of a prompt that are enough for the spaces around the first token generated
 
 _utf8 = codecs.getincrementaldecoder("utf-8")
 
@@ -52,7 +53,7 @@ class Detokenizer:
 
     def stream(self, prompt_tail: Sequence[int], skip_special_tokens: bool) -> TextDecoder:
         """A text that goes on behind the last tokens of a prompt."""
-        tail = [int(token) for token in prompt_tail[-TAIL:]]
+        tail = [int(token) for token in prompt_tail[-TAIL_TOKENS:]]
         if self._tables is not None:
             return _Bytes(self._tables[skip_special_tokens], tail)
         return _Window(self.tokenizer.decode, skip_special_tokens, tail)
@@ -130,7 +131,7 @@ class _Window:
     def push(self, token: int) -> str:
         self._window.append(token)
         full: str = self._decode(self._window, skip_special_tokens=self._skips)
-        long = len(self._window) - self._read >= _LONGEST
+        long = len(self._window) - self._read >= _MAX_UNFINISHED_TOKENS
         whole = full if long else full.rstrip(_HALF)
         new = whole[self._sent :]
         if long or (new and len(whole) == len(full)):

@@ -46,12 +46,12 @@ from .transfer.torch_mover import PinnedArena, TorchArena
 log = logging.getLogger(__name__)
 _CPU_SHARE = 0.4  # of the memory that is free
 _HOST_SHARE, _HOST_SHARE_CPU = 0.33, 0.1
-_HOST_MOST = 64 << 30
+_HOST_MAX_BYTES = 64 << 30
 _LORA_SHARE = 0.25
 _CPU_TOKENS, _GPU_TOKENS = 2048, 8192  # in a step
-_GPU_MIXED = 512  # in a step in which somebody streams
-_TICK = 0.01  # seconds of the scheduler's clock
-_LONGEST = 8192  # of a context, where the model does not say
+_GPU_MIXED_TOKENS = 512  # in a step in which somebody streams
+_TICK_SECONDS = 0.01  # seconds of the scheduler's clock
+_DEFAULT_CONTEXT_TOKENS = 8192  # of a context, where the model does not say
 
 
 class Engine(Requests):
@@ -133,7 +133,7 @@ class Engine(Requests):
 
     def _size(self, text: Any) -> Sized:
         config = self.config
-        longest = config.max_model_len or getattr(text, "max_position_embeddings", None) or _LONGEST
+        longest = config.max_model_len or getattr(text, "max_position_embeddings", None) or _DEFAULT_CONTEXT_TOKENS
         limit = longest_context(text)
         if limit is not None and limit[0] < longest:
             log.warning("max_model_len lowered from %d to %d: %s", longest, *limit)
@@ -149,7 +149,7 @@ class Engine(Requests):
             host = nbytes("host_cache", str(config.host_cache))
         else:
             share = _HOST_SHARE if self.device.type == "cuda" else _HOST_SHARE_CPU
-            host = min(_HOST_MOST, int(share * (available_bytes() or 1 << 32)))
+            host = min(_HOST_MAX_BYTES, int(share * (available_bytes() or 1 << 32)))
         wanted = (self.served.groups, room, config.page_size, config.max_num_seqs, longest)
         try:
             return size(*wanted, host, self._tokens)
@@ -168,7 +168,7 @@ class Engine(Requests):
         """The most of a step in which somebody streams; 0: as many as of any other."""
         asked, rows = self.config.max_mixed_tokens, self.sized.max_num_seqs
         if asked is None:
-            asked = max(_GPU_MIXED, 2 * rows) if self.device.type == "cuda" else 0
+            asked = max(_GPU_MIXED_TOKENS, 2 * rows) if self.device.type == "cuda" else 0
         return asked if asked < self._tokens else 0
 
     def _join(self, dtype: str) -> None:
@@ -189,8 +189,8 @@ class Engine(Requests):
                 overlap=int(by_kernels) if config.overlap is None else config.overlap,
                 events=self._tells,
                 store=config.store is not None,
-                lookup_ticks=round(config.store_patience / _TICK),
-                fetch_ticks=round(10 * config.store_patience / _TICK),
+                lookup_ticks=round(config.store_patience / _TICK_SECONDS),
+                fetch_ticks=round(10 * config.store_patience / _TICK_SECONDS),
                 policy=config.cache_policy,
                 prefix_caching=config.enable_prefix_caching,
                 max_columns=-(-self.max_model_len // config.page_size),
@@ -204,7 +204,7 @@ class Engine(Requests):
         self.store = self._open_store(dtype) if config.store is not None else None
         patience = config.store_patience
         # No request waits for a backup, so it may take as long as pages that are fetched.
-        tiers = Tiers(self.scheduler, self._mover, self.store, tick_seconds=_TICK, backup_seconds=10 * patience)
+        tiers = Tiers(self.scheduler, self._mover, self.store, tick_seconds=_TICK_SECONDS, backup_seconds=10 * patience)
         self.closes_within = max(self.closes_within, 5 * patience)
         self.loop = EngineLoop(self.scheduler, self.executor, tiers)
 

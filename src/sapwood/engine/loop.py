@@ -31,9 +31,9 @@ from .transfer.tiers import Tiers
 
 log = logging.getLogger(__name__)
 STEP_SIZES = 16
-_TOLD = 64  # different errors of which a traceback is logged
-_OFFERS = 3  # to a store that keeps nothing, at the end
-_PAUSE = 0.1  # seconds between them
+_MAX_TRACEBACKS = 64  # different errors of which a traceback is logged
+_MAX_FINAL_OFFERS = 3  # to a store that keeps nothing, at the end
+_OFFER_PAUSE_SECONDS = 0.1  # seconds between them
 
 
 class Executor(Protocol):
@@ -219,7 +219,7 @@ class EngineLoop:
             reason = f"{type(error).__name__}: {error}"[:1000]
             event = StepFailed(step, reason, tuple(getattr(error, "culprits", ())))
             log.warning("step %s failed, %d rows: %s", step, len(flight.plan.batch.ids), reason.split("\n")[0])
-            if reason not in self._told and len(self._told) < _TOLD:
+            if reason not in self._told and len(self._told) < _MAX_TRACEBACKS:
                 self._told.add(reason)
                 log.error("the error of step %s (told once):", step, exc_info=error)
             ended = self._over(self.scheduler.advance([event]))
@@ -261,10 +261,10 @@ class EngineLoop:
             if step.plan.empty and not step.in_flight and not self.tiers.busy:
                 before, kept = kept, self.tiers.backed_up
                 offers = 0 if kept > before else offers
-                if offers == _OFFERS or not self.scheduler.offer_owed():
+                if offers == _MAX_FINAL_OFFERS or not self.scheduler.offer_owed():
                     break
                 if offers:
-                    self.tiers.wait(min(left, _PAUSE))
+                    self.tiers.wait(min(left, _OFFER_PAUSE_SECONDS))
                 offers += 1
             elif step.idle:
                 self.tiers.wait(left)

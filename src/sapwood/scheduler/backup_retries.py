@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from sapwood.cache import Span
 
-_MOST = 1024  # spans remembered; beyond it the oldest is dropped, and counted
-_A_PLAN = 4  # offered with a plan, so that what is new is not queued behind an outage
-_UNDER_WAY = 16  # of them at a time: a store drops backups when its queue is full
-_TRIES = 8  # times a span is offered
-_PAUSE = 100  # ticks until the next try after a failure; twice as many after each further one
-_LONGEST = 6400
+_MAX_SPANS = 1024  # spans remembered; beyond it the oldest is dropped, and counted
+_MAX_RETRIES_PER_PLAN = 4  # offered with a plan, so that what is new is not queued behind an outage
+_MAX_RETRIES_IN_FLIGHT = 16  # of them at a time: a store drops backups when its queue is full
+_MAX_TRIES = 8  # times a span is offered
+_RETRY_TICKS = 100  # ticks until the next try after a failure; twice as many after each further one
+_MAX_RETRY_TICKS = 6400
 
 
 class _Entry(NamedTuple):
@@ -40,7 +40,7 @@ class BackupRetries:
 
     def add(self, span: Span, due: int, tries: int = 0) -> None:
         """Host has it and the store has not."""
-        if tries >= _TRIES:
+        if tries >= _MAX_TRIES:
             self.counts["not_backed_up"] += 1
             return
         self._numbers += 1
@@ -49,7 +49,7 @@ class BackupRetries:
             insort(self._later, entry, key=lambda entry: entry[:2])
         else:
             self._now.append(entry)
-        if len(self) > _MOST:  # who has waited longest goes; in a long outage this happens with every save
+        if len(self) > _MAX_SPANS:  # who has waited longest goes; in a long outage this happens with every save
             if self._now:
                 self._now.popleft()
             else:
@@ -61,7 +61,7 @@ class BackupRetries:
 
     def due(self, ticks: int) -> list[_Entry]:
         """What to offer with the next plan."""
-        most = min(_A_PLAN, _UNDER_WAY - len(self.trying))
+        most = min(_MAX_RETRIES_PER_PLAN, _MAX_RETRIES_IN_FLIGHT - len(self.trying))
         if self._pause:
             most = 1 if ticks >= self._resume and not self.trying else 0
         taken: list[_Entry] = []
@@ -98,14 +98,14 @@ class BackupRetries:
     def failed(self, op: int, span: Span | None, ticks: int) -> None:
         """A backup was not kept. `span`: what host has of it, if anybody could still find it."""
         tries = self.trying.pop(op, 0) + 1
-        self._pause = min(_LONGEST, 2 * self._pause or _PAUSE)
+        self._pause = min(_MAX_RETRY_TICKS, 2 * self._pause or _RETRY_TICKS)
         self._resume = ticks + self._pause
         if span is not None:
-            self.add(span, ticks + min(_LONGEST, _PAUSE << (tries - 1)), tries)
+            self.add(span, ticks + min(_MAX_RETRY_TICKS, _RETRY_TICKS << (tries - 1)), tries)
 
     def wake_in(self, ticks: int) -> int | None:
         """Ticks until something can be offered; None if nothing can before an event."""
-        if not len(self) or len(self.trying) >= (1 if self._pause else _UNDER_WAY):
+        if not len(self) or len(self.trying) >= (1 if self._pause else _MAX_RETRIES_IN_FLIGHT):
             return None
         due = self._now[0].due if self._now else self._later[0].due
         return max(1, max(due, self._resume if self._pause else 0) - ticks)

@@ -10,7 +10,7 @@ from sapwood.cache import HybridPrefixCache
 
 from .request import Request
 
-_AGAIN = 8  # claims looked at again before a plan: a walk of the tree each
+_MAX_RETRIES_PER_PLAN = 8  # claims looked at again before a plan: a walk of the tree each
 
 
 class _Claim:
@@ -58,7 +58,7 @@ class Claims:
         """Before a plan: can those who have too little have more now?"""
         self.changed = False
         lacking = [(claim.tries, request.key, request) for request, claim in self.of.items() if _lacks(claim)]
-        for _, _, request in sorted(lacking)[:_AGAIN]:
+        for _, _, request in sorted(lacking)[:_MAX_RETRIES_PER_PLAN]:
             self.of[request].tries += 1
             self._hold(request, self.of[request])
 

@@ -31,11 +31,11 @@ LENGTH, STARTS = _LEAD, _FINAL  # what a plan shows in the place of these
 _new = tuple.__new__  # a NamedTuple in a third of the time
 _NO_TOKEN = -2  # no token, and not UNKNOWN either
 UNKNOWN = -1  # a token that a plan in flight samples
-_AHEAD = 16  # steps for which the rows' positions are counted out in one go
-_STEPS = np.arange(_AHEAD, dtype=np.int32)[:, None]
-_SOON = 4  # steps after which the same rows are likely to stay for a while
+_POSITIONS_AHEAD_STEPS = 16  # steps for which the rows' positions are counted out in one go
+_STEPS = np.arange(_POSITIONS_AHEAD_STEPS, dtype=np.int32)[:, None]
+_SETTLED_STEPS = 4  # steps after which the same rows are likely to stay for a while
 _NEVER = 1 << 62
-_FEW = 8  # up to so many rows a loop beats numpy
+_LOOP_MAX_ROWS = 8  # up to so many rows a loop beats numpy
 
 
 class Shown(NamedTuple):
@@ -117,11 +117,11 @@ class DecodeRows:
         past = self.planned - self._since
         if not past:
             return self._base.copy()
-        if past < _SOON:
+        if past < _SETTLED_STEPS:
             soon: Ints = self._base + _STEPS[past]
             return soon
         at = past - self._counted_from
-        if not 0 <= at < _AHEAD:
+        if not 0 <= at < _POSITIONS_AHEAD_STEPS:
             self._counted, self._counted_from, at = self._base + (_STEPS + past), past, 0
         starts: Ints = self._counted[at]
         return starts
@@ -316,7 +316,7 @@ class DecodeRows:
         """The tokens of the pages these rows have just filled: all of the ring but the newest and the one to come."""
         columns, size = self._columns, 4 * self.page_size
         first, last = (self.tick + 2) % columns, self.tick % columns
-        if len(requests) <= _FEW:
+        if len(requests) <= _LOOP_MAX_ROWS:
             rings, width = self._ring_bytes, 4 * columns
             rows = [rings[width * request.row : width * request.row + width].tobytes() for request in requests]
             first, last = 4 * first, 4 * last

@@ -17,8 +17,8 @@ from .plan import Chunk
 from .planner import Planner
 from .request import DECODING, ENDED, LOADING, PREFILLING, Request
 
-_MOST = 2**31 - 1
-_FEW = 512
+_MAX_TOKEN = 2**31 - 1
+_LOOP_MAX_TOKENS = 512
 _INT32 = np.dtype(np.int32)
 
 
@@ -148,7 +148,7 @@ class Outcome:
             want += chunk.samples
         if type(given) is np.ndarray and given.dtype is _INT32 and given.shape == (want,):  # the usual, quickly
             # The top byte of a token that is not negative is ASCII: for few tokens a quarter of the time of `< 0`.
-            if not given.tobytes()[3::4].isascii() if want <= _FEW else 1 in (given < 0).tobytes():
+            if not given.tobytes()[3::4].isascii() if want <= _LOOP_MAX_TOKENS else 1 in (given < 0).tobytes():
                 raise ProtocolError(f"StepDone({step}): tokens must be from 0 to 2**31 - 1")
             return given
         if isinstance(given, Mapping):
@@ -170,7 +170,7 @@ class Outcome:
             return np.zeros(0, np.int32)
         if tokens.dtype.kind not in "iu":
             raise ProtocolError(f"StepDone({step}): tokens must be integers, got {tokens.dtype}")
-        if 1 in (tokens < 0).tobytes() or (tokens.dtype != np.int32 and int(tokens.max()) > _MOST):
+        if 1 in (tokens < 0).tobytes() or (tokens.dtype != np.int32 and int(tokens.max()) > _MAX_TOKEN):
             raise ProtocolError(f"StepDone({step}): tokens must be from 0 to 2**31 - 1")
         return tokens
 

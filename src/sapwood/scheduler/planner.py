@@ -32,9 +32,9 @@ from .request import DECODING, ENDED, LOADING, PREFILLING, WAITING, Request
 
 _arrival = attrgetter("arrival")
 _new = tuple.__new__  # a NamedTuple in a third of the time
-_FIRST = Reserve(least=1)
-_LOOKS = 8  # requests that turn out not to fit, after which a plan looks at nobody else
-_LOOK_AGAIN = 16  # plans after which a request that did not fit is tried again although no room was made
+_FIRST_RESERVE = Reserve(least=1)
+_MAX_MISFITS_PER_PLAN = 8  # requests that turn out not to fit, after which a plan looks at nobody else
+_RETRY_AFTER_PLANS = 16  # plans after which a request that did not fit is tried again although no room was made
 
 
 class Planner:
@@ -246,7 +246,7 @@ class Planner:
         book = self.book
         self.free = self.config.max_batch_size - book.live if admitting else 0
         self.room: tuple[int, tuple[int, ...]] | None = None
-        self.looks = _LOOKS
+        self.looks = _MAX_MISFITS_PER_PLAN
         for request in overdue:
             if self.budget <= 0:
                 break
@@ -368,7 +368,7 @@ class Planner:
         if upto > match.length:  # a cut does not matter here: what comes behind it needs its pages a step later
             upto = match.length
         want, book = self._want(request), self.book
-        keep = _FIRST  # nobody runs: whatever it needs
+        keep = _FIRST_RESERVE  # nobody runs: whatever it needs
         if book.owners:  # running requests must be able to go on for a while, and so must this one
             if self.ahead < 0:
                 self._count_ahead()
@@ -387,7 +387,7 @@ class Planner:
 
     def _hopeless(self, request: Request) -> bool:
         """Whether a request that did not fit a short while ago would not fit now either: told without looking."""
-        if not self.book.owners or self.book.step - request.tried_at >= _LOOK_AGAIN:
+        if not self.book.owners or self.book.step - request.tried_at >= _RETRY_AFTER_PLANS:
             return False
         if self.ahead < 0:
             self._count_ahead()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from .book import Book
 from .request import Request
 
-_PATIENCE = 8  # plans that a row sits out while transfers are under way that may free memory
+_MAX_PLANS_WAITED = 8  # plans that a row sits out while transfers are under way that may free memory
 
 
 class Pressure:
@@ -30,7 +30,7 @@ class Pressure:
         for request in sorted([r for r in self.book.prefilling.items if r.sat_out], key=self.rank):
             if request.lease is None:
                 continue  # retracted for the sake of one before it
-            if self.book.transfers.pending and request.sat_out < _PATIENCE:
+            if self.book.transfers.pending and request.sat_out < _MAX_PLANS_WAITED:
                 continue  # an acknowledgement may free enough
             while not self._can_go_on(request):
                 victim = self._victim(request)

@@ -12,7 +12,7 @@ from sapwood.cache import HybridPrefixCache, Lease
 from .changes import Changes, Entries, Everything, RowWrite
 from .request import Request
 
-_FEW = 8  # up to so many entries a loop beats numpy
+_LOOP_MAX_ENTRIES = 8  # up to so many entries a loop beats numpy
 _FIRST_COLUMNS = 16
 _new = tuple.__new__  # a NamedTuple in a third of the time
 Ints = npt.NDArray[np.int32]
@@ -95,7 +95,7 @@ class Tables:
         for name, raw in grown.items():
             at = self._at[name]
             self._log.append(_new(Entries, (at, places, b"", raw)))
-            if len(places) > _FEW:
+            if len(places) > _LOOP_MAX_ENTRIES:
                 self._flat[at][np.array(places)] = np.frombuffer(raw, np.int32)
                 continue
             rows_of, first = self._bytes[at], 0

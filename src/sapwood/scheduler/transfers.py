@@ -12,7 +12,7 @@ from sapwood.cache import HybridPrefixCache, Landed, Operation, Span
 
 from .events import LoadDone, ProtocolError, SaveDone
 
-_SAVES = 8  # transfers under way at most, if pages are saved only before they are evicted
+_MAX_COLD_SAVES = 8  # transfers under way at most, if pages are saved only before they are evicted
 
 
 class Transfers:
@@ -38,9 +38,9 @@ class Transfers:
 
     def save_cold(self) -> None:
         """Save only what would be lost: before every plan, a few of the pages that eviction will take next."""
-        if self.through or not self.cache.has_host or len(self.under_way) >= _SAVES:
+        if self.through or not self.cache.has_host or len(self.under_way) >= _MAX_COLD_SAVES:
             return
-        for span in self.cache.cold_spans(_SAVES - len(self.under_way)):
+        for span in self.cache.cold_spans(_MAX_COLD_SAVES - len(self.under_way)):
             self._save(span)
 
     def _save(self, span: Span) -> None:

@@ -51,9 +51,9 @@ _PLAIN = (  # fields that requests and SamplingParams have in common
 
 log = logging.getLogger(__name__)
 _MOST_PRIORITY = 2**31 - 1
-_LONGEST = 2  # contexts that a prompt may have, if it is to be cut or only counted
+_MAX_PROMPT_CONTEXTS = 2  # contexts that a prompt may have, if it is to be cut or only counted
 _MOST_CHARACTERS = 64  # of a token, on average
-_SHORT, _FEW = 256 << 10, 32  # bytes and messages whose prompt is made at once, without a thread
+_INLINE_BYTES, _INLINE_MESSAGES = 256 << 10, 32  # bytes and messages whose prompt is made at once, without a thread
 _MOST_BEGINS = 1 << 25  # characters of all beginnings of all stop strings, all samples together
 
 
@@ -145,7 +145,7 @@ class Serving:
         if isinstance(given, str):
             ids = await self._encoded(given, add_special_tokens)
             return Prompt(ids, given)
-        if len(given) > _LONGEST * self.limit:
+        if len(given) > _MAX_PROMPT_CONTEXTS * self.limit:
             raise self.too_long(len(given))
         return Prompt(self.known_tokens("prompt", given))
 
@@ -198,7 +198,7 @@ class Serving:
         size = len(msgspec.json.encode((messages, tools, more)))
         if size > 4 * _MOST_CHARACTERS * self.limit:
             raise self.too_long(None)
-        short = size <= _SHORT and len(messages) <= _FEW
+        short = size <= _INLINE_BYTES and len(messages) <= _INLINE_MESSAGES
         try:
             text = render() if short else await tokens.run(render)
         except TemplateError as error:
@@ -221,7 +221,9 @@ class Serving:
         tokens = self.tokenizer()
         if len(text) > _MOST_CHARACTERS * self.limit:
             raise self.too_long(None)
-        if len(text) > 4 * _LONGEST * self.limit and await tokens.surely_more(text, _LONGEST * self.limit):
+        if len(text) > 4 * _MAX_PROMPT_CONTEXTS * self.limit and await tokens.surely_more(
+            text, _MAX_PROMPT_CONTEXTS * self.limit
+        ):
             raise self.too_long(None)
         try:
             ids = await tokens.encode(text, add_special_tokens)

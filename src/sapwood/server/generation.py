@@ -20,8 +20,8 @@ from sapwood.engine.params import SamplingParams
 from sapwood.engine.stops import TextStream
 
 from .errors import ApiError, Disconnected, without_paths
-from .process.engine_client import LAG, EngineJob, Lane
-from .process.engine_process import AHEAD
+from .process.engine_client import LAG_SECONDS, EngineJob, Lane
+from .process.engine_process import MAX_UNACKED_STEPS
 from .process.messages import End, Likely, SampleBegun
 
 _MOST_TAKEN = 2048  # tokens, and likely ones told with them, that are written down before others have their turn
@@ -170,7 +170,7 @@ class Generation:
             likely, lane.likely = likely[:most], likely[most:]
             end, self.job.news = None, True
         before, count = len(found), len(tokens)
-        behind = count > 1 and (count > AHEAD or self.job.link.lag > LAG)
+        behind = count > 1 and (count > MAX_UNACKED_STEPS or self.job.link.lag > LAG_SECONDS)
         if count:
             now = self.job.since
             if self.first is None:

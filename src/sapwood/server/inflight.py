@@ -12,9 +12,9 @@ import time
 from typing import Protocol
 
 log = logging.getLogger(__name__)
-_TRIM = 64 << 20  # bytes let go of, after which the system gets back what the C library keeps of them,
-_SOON = 1.0  # seconds later: they are not free yet
-_TOLD = 60.0  # seconds between two lines of the log
+_TRIM_BYTES = 64 << 20  # bytes let go of, after which the system gets back what the C library keeps of them,
+_TRIM_DELAY_SECONDS = 1.0  # seconds later: they are not free yet
+_LOG_INTERVAL_SECONDS = 60.0  # seconds between two lines of the log
 
 
 class BytesHolder(Protocol):
@@ -34,7 +34,7 @@ class Inflight:
         self.used = 0
         self._holders: dict[BytesHolder, None] = {}  # in the order in which they began
         self._let_go = 0  # since memory was last given back to the system
-        self._told = -_TOLD
+        self._told = -_LOG_INTERVAL_SECONDS
 
     def hold(self, holder: BytesHolder, bytes: int) -> bool:
         """`holder` now holds so much. False if that is too much, and this one has to give it up: it counts no more."""
@@ -68,7 +68,7 @@ class Inflight:
 
     def _tell(self) -> None:
         now = time.monotonic()
-        if now - self._told >= _TOLD:
+        if now - self._told >= _LOG_INTERVAL_SECONDS:
             self._told = now
             log.warning(
                 "requests hold more than %d MiB together: some are refused with 503 (--inflight-bytes)", self.most >> 20
@@ -76,10 +76,10 @@ class Inflight:
 
     def _lets_go(self, bytes: int) -> None:
         self._let_go += bytes
-        if self._let_go >= _TRIM:
+        if self._let_go >= _TRIM_BYTES:
             self._let_go = 0
             loop = asyncio.get_running_loop()
-            loop.call_later(_SOON, loop.run_in_executor, None, give_back)
+            loop.call_later(_TRIM_DELAY_SECONDS, loop.run_in_executor, None, give_back)
 
 
 def give_back() -> None:

@@ -37,11 +37,11 @@ from .cost import Cost, CostModel, SimulatedExecutor
 
 BLOCK = 512  # tokens of one hash id
 _MOST_BLOCKS = (2**31 - 1) // BLOCK
-_LINK = 55e9  # bytes a second, each way between device and host
-_START = 20e-6  # seconds until a transfer moves its first byte
-_STORE = 2e9  # bytes a second, each way between host and store
-_ANSWER = 1e-3  # seconds until a store answers
-_LOOK = 256  # plans between two looks of whoever watches
+_LINK_BYTES_PER_SECOND = 55e9  # bytes a second, each way between device and host
+_TRANSFER_START_SECONDS = 20e-6  # seconds until a transfer moves its first byte
+_STORE_BYTES_PER_SECOND = 2e9  # bytes a second, each way between host and store
+_STORE_ANSWER_SECONDS = 1e-3  # seconds until a store answers
+_PLANS_PER_LOOK = 256  # plans between two looks of whoever watches
 
 
 Parts = tuple[tuple[int, int], ...]  # of a block: up to which token it is as which block
@@ -226,20 +226,30 @@ class _Link:
         for operation in operations:
             moved = self._bytes({name: sources for name, (sources, _) in operation.pages.items()})
             done = LoadDone(operation.op, True) if kind == "load" else SaveDone(operation.op, True)
-            self._takes(kind, now, _START + moved / _LINK, done)
+            self._takes(kind, now, _TRANSFER_START_SECONDS + moved / _LINK_BYTES_PER_SECOND, done)
 
     def ask_store(self, plan: Any, now: float) -> None:
         """What is there is decided by what a fetch finds, not by what a lookup was told."""
         for asked in plan.lookups:
             pages = self.cache.servable_run(asked.start_page, self.store.there(asked.hashes))
-            heapq.heappush(self.coming, (now + _ANSWER, asked.op, LookupDone(asked.op, pages)))
+            heapq.heappush(self.coming, (now + _STORE_ANSWER_SECONDS, asked.op, LookupDone(asked.op, pages)))
         for fetch in plan.fetches:
             pages = self.store.run(fetch.hashes, fetch.pages)
             moved = self._bytes({name: ids[:pages] for name, ids in fetch.pages.items()})
-            self._takes("fetch", now, _ANSWER + moved / _STORE, FetchDone(fetch.op, pages > 0, pages))
+            self._takes(
+                "fetch",
+                now,
+                _STORE_ANSWER_SECONDS + moved / _STORE_BYTES_PER_SECOND,
+                FetchDone(fetch.op, pages > 0, pages),
+            )
         for backup in plan.backups:
             self.store.put(backup.hashes, backup.pages)
-            self._takes("backup", now, _ANSWER + self._bytes(backup.pages) / _STORE, BackupDone(backup.op, True))
+            self._takes(
+                "backup",
+                now,
+                _STORE_ANSWER_SECONDS + self._bytes(backup.pages) / _STORE_BYTES_PER_SECOND,
+                BackupDone(backup.op, True),
+            )
 
     def _bytes(self, pages: Mapping[str, npt.NDArray[Any]]) -> float:
         return sum(int(np.count_nonzero(ids)) * self.page_bytes[name] for name, ids in pages.items())
@@ -302,7 +312,7 @@ class TraceReplay:
             self._tokens(plan)
             self._close(scheduler.advance(done))
             plans += 1
-            if plans % _LOOK == 0:
+            if plans % _PLANS_PER_LOOK == 0:
                 self.watch(self.sums["ended"], self.sums["cached"] / max(1, self.sums["prompt"]))
         return self._report()
 

@@ -41,8 +41,8 @@ _BLOCK = 4096  # the header's room: so that pages can be read straight from the 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOTEMPTY}
 # From opening what is no value: a link, a socket, a device that is not there, a file of somebody else.
 _FOREIGN = {errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EACCES, errno.EPERM}
-_FRESH = 30.0  # seconds within which a second use of a file is not written to disk
-_GOING = 1024  # files that go at once: others wait for the ledger meanwhile
+_TOUCH_AFTER_SECONDS = 30.0  # seconds within which a second use of a file is not written to disk
+_EVICTION_BATCH_FILES = 1024  # files that go at once: others wait for the ledger meanwhile
 
 
 class KnownFile(NamedTuple):
@@ -290,7 +290,7 @@ class FileBackend(Backend):
         """Let files go that count at least `over`, or as much as is known, or as many as others can wait for. False if
         nothing went."""
         going: list[bytes] = []
-        while over > 0 and len(going) < _GOING:
+        while over > 0 and len(going) < _EVICTION_BATCH_FILES:
             self.gate.give_way()
             with self._lock:
                 if not self._index:
@@ -341,7 +341,7 @@ class FileBackend(Backend):
     def _written_down(self, digest: bytes, now: float) -> bool:
         """Whether the file's mtime tells well enough that it is used now."""
         known = self._index.get(digest)
-        return known is not None and now <= known.used + _FRESH
+        return known is not None and now <= known.used + _TOUCH_AFTER_SECONDS
 
     def _write_down(self, digest: bytes, fd: int, cost: int, now: float) -> None:
         with contextlib.suppress(OSError):  # a file system that is read-only now still serves

@@ -10,13 +10,13 @@ import contextlib
 import threading
 from collections import deque
 
-_PATIENCE = 0.02  # seconds after which a thread goes on all the same: pages have deadlines too
+_MAX_WAIT_SECONDS = 0.02  # seconds after which a thread goes on all the same: pages have deadlines too
 
 
 class InterpreterYield:
     """Shut `with gate:` by one thread, which never waits here. The others `give_way` wherever they can stop."""
 
-    def __init__(self, patience: float = _PATIENCE) -> None:
+    def __init__(self, patience: float = _MAX_WAIT_SECONDS) -> None:
         self._patience = patience
         self._shut = False
         self._stopped: deque[threading.Lock] = deque()  # one a thread that waits

@@ -32,9 +32,9 @@ _OWED = struct.Struct("<Q")
 UNCOUNTED = 2**62  # more than any limit: nothing can be taken before the files have been counted
 _BLOCK = 4096
 _ENTRY = 512  # what a file costs beside its blocks: its entry in a folder, its inode
-_OPENING = 5.0  # seconds that one who opens the folder waits for the lock
-_PATIENCE = 1.0  # the same later: pages have deadlines
-_PAUSE = (0.0001, 0.01)  # seconds between two tries, at first and at most
+_OPEN_LOCK_SECONDS = 5.0  # seconds that one who opens the folder waits for the lock
+_LOCK_SECONDS = 1.0  # the same later: pages have deadlines
+_LOCK_RETRY_SECONDS = (0.0001, 0.01)  # seconds between two tries, at first and at most
 
 
 def charge(size: int) -> int:
@@ -68,7 +68,7 @@ class ByteLedger:
         self._owner = -1
         self._last = (0, 0, b"")
         try:
-            with self._locked(_OPENING):
+            with self._locked(_OPEN_LOCK_SECONDS):
                 self._sweep()
                 self._owner = os.open(self._owner_path(self._name), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
                 fcntl.flock(self._owner, fcntl.LOCK_EX)
@@ -164,7 +164,7 @@ class ByteLedger:
     # ---- under the lock
 
     @contextlib.contextmanager
-    def _locked(self, patience: float = _PATIENCE) -> Iterator[None]:
+    def _locked(self, patience: float = _LOCK_SECONDS) -> Iterator[None]:
         until = time.monotonic() + patience
         if not self._thread.acquire(timeout=patience):
             raise TimeoutError(_KEPT.format(patience))
@@ -184,7 +184,7 @@ class ByteLedger:
 
     def _lock(self, until: float, patience: float) -> None:
         """The kernel would wait for ever for a process that is stopped."""
-        pause, most = _PAUSE
+        pause, most = _LOCK_RETRY_SECONDS
         while True:
             try:
                 return fcntl.flock(self._usage, fcntl.LOCK_EX | fcntl.LOCK_NB)

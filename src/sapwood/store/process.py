@@ -40,14 +40,14 @@ from .store import Store, log
 from .values import REASONS, Arena
 
 CAN_START = CAN_SHARE and hasattr(select, "epoll")
-_GRACE = 0.05  # seconds after a deadline within which the process itself tells
-_OPENING = 60.0  # seconds that opening a backend, or registering memory with it, may take
-_GOING = 0.25  # seconds beyond the time of `close` until the process is killed
-_KILLED = 2.0  # seconds that a killed process may take to be gone
-_STEADY = 10.0  # seconds after which a process that dies is started again at once
-_BACKOFF = (0.1, 30.0)  # else after so many seconds, and twice as many each time, up to
-_PEEK = 0.001  # seconds between two looks for what comes unasked: memory released, the end of the process
-_UNSENT = 64 << 20  # bytes that may wait to be sent
+_REPORT_GRACE_SECONDS = 0.05  # seconds after a deadline within which the process itself tells
+_OPEN_TIMEOUT_SECONDS = 60.0  # seconds that opening a backend, or registering memory with it, may take
+_CLOSE_GRACE_SECONDS = 0.25  # seconds beyond the time of `close` until the process is killed
+_KILL_TIMEOUT_SECONDS = 2.0  # seconds that a killed process may take to be gone
+_STEADY_SECONDS = 10.0  # seconds after which a process that dies is started again at once
+_RESTART_BACKOFF_SECONDS = (0.1, 30.0)  # else after so many seconds, and twice as many each time, up to
+_POLL_SECONDS = 0.001  # seconds between two looks for what comes unasked: memory released, the end of the process
+_MAX_UNSENT_BYTES = 64 << 20  # bytes that may wait to be sent
 _COUNTED = ("found", "absent", "hit", "miss", "failed", "stored", "full", "lost", "bytes_read", "bytes_written")
 
 # What the process runs. It stands back for the engine from the start: with all processors busy it still has a thirtieth
@@ -188,7 +188,7 @@ class ProcessStore(Store):
         self._places[group] = (file, frame)
 
     def poll(self) -> list[JobDone | Released]:
-        if self._live or time.monotonic() >= self._looked + _PEEK:
+        if self._live or time.monotonic() >= self._looked + _POLL_SECONDS:
             self._look()
         if not self._reports:
             return []
@@ -211,9 +211,9 @@ class ProcessStore(Store):
             self._restart_at = math.inf
             if child is not None and child.ready:
                 child.link.send(wire.closing(timeout))
-                self._until(lambda: self._child is None, timeout + _GOING)
+                self._until(lambda: self._child is None, timeout + _CLOSE_GRACE_SECONDS)
         if self._child is not None:
-            gone = self._child.end(_KILLED)
+            gone = self._child.end(_KILL_TIMEOUT_SECONDS)
             if not gone:
                 return False
             self._bury()
@@ -258,7 +258,7 @@ class ProcessStore(Store):
 
     @property
     def _clogged(self) -> bool:
-        return self._child is not None and self._child.link.unsent > _UNSENT
+        return self._child is not None and self._child.link.unsent > _MAX_UNSENT_BYTES
 
     def _begin(
         self, id: int, kind: Kind, hashes: bytes, arenas: list[Arena], pages: NDArray[np.int64], deadline: float
@@ -266,7 +266,7 @@ class ProcessStore(Store):
         there = pages != 0
         asked = {arena.group: there[:, i] for i, arena in enumerate(arenas)}
         self._live[id] = _JobInFlight(id, kind, asked, deadline, int(np.count_nonzero(there)))
-        self._first_deadline = min(self._first_deadline, deadline + _GRACE)
+        self._first_deadline = min(self._first_deadline, deadline + _REPORT_GRACE_SECONDS)
         assert self._child is not None
         if _processor() != self._processor:
             self._stand_aside(self._child)
@@ -297,19 +297,23 @@ class ProcessStore(Store):
         looked, self._looked = self._looked, now
         if now < self._first_deadline:
             return
-        if now > looked + _GRACE and not self._spared:  # nobody was here to be told: much of it may be on its way
+        if (
+            now > looked + _REPORT_GRACE_SECONDS and not self._spared
+        ):  # nobody was here to be told: much of it may be on its way
             self._spared = True
-            self._first_deadline = now + _GRACE
+            self._first_deadline = now + _REPORT_GRACE_SECONDS
             return
         self._spared = False
-        for job in [job for job in self._live.values() if job.deadline + _GRACE <= now]:
+        for job in [job for job in self._live.values() if job.deadline + _REPORT_GRACE_SECONDS <= now]:
             del self._live[job.id]
             self._late[job.id] = job
             self._counts["late"] += 1
             self._counts["timeout"] += 1
             self._judge(job.kind, "timeout", True, False, "its process does not answer")
             self._reports.append(job.done("timeout", True))
-        self._first_deadline = min((job.deadline for job in self._live.values()), default=math.inf) + _GRACE
+        self._first_deadline = (
+            min((job.deadline for job in self._live.values()), default=math.inf) + _REPORT_GRACE_SECONDS
+        )
 
     # ---- the process
 
@@ -371,7 +375,7 @@ class ProcessStore(Store):
                 child.abreast = wire.read_registered(body)
             if child.known == len(self._places):
                 child.ready = True
-                child.steady_at = time.monotonic() + _STEADY
+                child.steady_at = time.monotonic() + _STEADY_SECONDS
                 self.breaker.renew()  # it has opened the store
                 self.write_breaker.renew()
                 log.warning("the process of store %s runs again", self._shown)
@@ -379,8 +383,8 @@ class ProcessStore(Store):
     def _ask(self, want: int) -> bytes:
         """Wait for the answer to what was sent."""
         self._answer = None
-        if not self._until(lambda: self._answer is not None or self._child is None, _OPENING):
-            raise StoreError(f"the process of store {self._shown} has not answered for {_OPENING:.0f} s")
+        if not self._until(lambda: self._answer is not None or self._child is None, _OPEN_TIMEOUT_SECONDS):
+            raise StoreError(f"the process of store {self._shown} has not answered for {_OPEN_TIMEOUT_SECONDS:.0f} s")
         if self._answer is None:
             raise StoreError(f"the process of store {self._shown} ended before it could be used")
         kind, body = self._answer
@@ -447,7 +451,7 @@ class ProcessStore(Store):
         self.write_breaker.trip()
         if child.ready and now >= child.steady_at:
             self._tries = 0
-        first, most = _BACKOFF
+        first, most = _RESTART_BACKOFF_SECONDS
         self._restart_at = now + (min(most, first * 2 ** (self._tries - 1)) if self._tries else 0.0)
         self._tries += 1
         log.warning(
@@ -482,7 +486,7 @@ class ProcessStore(Store):
 def _clean_up(children: list[_Child], files: list[int], epoll: select.epoll) -> None:
     """At the end of a store, also of one that nobody closed, or of this process."""
     for child in children:
-        child.end(_KILLED)
+        child.end(_KILL_TIMEOUT_SECONDS)
     children.clear()
     while files:
         os.close(files.pop())

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("sapwood.store")
 
-_LOOK_AGAIN = 1.0  # seconds between two looks at which node has which slots
+_TOPOLOGY_REFRESH_SECONDS = 1.0  # seconds between two looks at which node has which slots
 
 
 class Tls(NamedTuple):
@@ -246,7 +246,7 @@ class RedisBackend(Backend):
         """Ask the cluster which node has which slots now; not too often."""
         with self._lock:
             now = time.monotonic()
-            if now < self._looked + _LOOK_AGAIN:
+            if now < self._looked + _TOPOLOGY_REFRESH_SECONDS:
                 return
             self._looked = now
         with contextlib.suppress(*self._errors):

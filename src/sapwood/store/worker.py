@@ -28,7 +28,7 @@ from .spawn import ENDS_AT
 from .store import log
 from .wakeup import Wakeup
 
-_PROGRESS = 0.02  # seconds between two looks at how far long jobs have come
+_PROGRESS_SECONDS = 0.02  # seconds between two looks at how far long jobs have come
 _NEVER = 10**9  # failures: whether to ask at all is decided before a job comes here
 
 
@@ -66,7 +66,7 @@ class _Served(ThreadStore):
 
     def seconds(self) -> float:
         """Until there is something to look at, if nobody rings before."""
-        return min(max(0.0, self._first_deadline - time.monotonic()), _PROGRESS if self._live else math.inf)
+        return min(max(0.0, self._first_deadline - time.monotonic()), _PROGRESS_SECONDS if self._live else math.inf)
 
     def news(self) -> bytes:
         """Frames of all that became known."""

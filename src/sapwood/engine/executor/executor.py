@@ -36,10 +36,10 @@ log = logging.getLogger(__name__)
 
 
 Likely = dict[int, tuple[float, int]]  # token -> log-probability and rank
-_LEAST, _MOST = 16, 1 << 30  # tokens of a piece: below, it is not tried in smaller ones
-_FITTED = 256  # steps that fit, before pieces are tried that are twice as large
-_GATHERED = 1 << 27  # scores of a layer that attends by itself: every token's with every key, for every head
-_SCORED = 256  # prompt tokens whose log-probabilities are taken at once
+_MIN_PIECE_TOKENS, _MAX_PIECE_TOKENS = 16, 1 << 30  # tokens of a piece: below, it is not tried in smaller ones
+_STEPS_BEFORE_GROWTH = 256  # steps that fit, before pieces are tried that are twice as large
+_MAX_GATHERED_SCORES = 1 << 27  # scores of a layer that attends by itself: every token's with every key, for every head
+_SCORED_TOKENS = 256  # prompt tokens whose log-probabilities are taken at once
 
 
 class StepLogprobs(NamedTuple):
@@ -139,7 +139,8 @@ class ModelExecutor:
         self.hooks: Hooks = Greedy() if hooks is None else hooks
         self.told: dict[int, StepLogprobs] = {}
         self.waited = 0.0  # seconds for the device, by `finish`
-        self.most = _MOST  # tokens of a piece; less after a step that memory did not suffice for, for a while
+        # Tokens of a piece; less after a step that memory did not suffice for, for a while.
+        self.most = _MAX_PIECE_TOKENS
         self._fitted = 0  # steps since then
         self._last = torch.zeros(slots, dtype=torch.long, device=self.device)
         self._running: deque[Running] = deque()
@@ -164,11 +165,11 @@ class ModelExecutor:
             if not out_of_memory(error):
                 raise
             largest = min(self.most, int(plan.batch.lengths.sum()))
-            if largest <= _LEAST:
+            if largest <= _MIN_PIECE_TOKENS:
                 raise
             # States have gone on in some layers and not in others: the scheduler must take that back, and does not try
             # forever.
-            self.most, self._fitted = max(_LEAST, largest // (2 if self._state is None else 4)), 0
+            self.most, self._fitted = max(_MIN_PIECE_TOKENS, largest // (2 if self._state is None else 4)), 0
             log.warning("out of memory in a step of %d tokens: computed in pieces of %d now", largest, self.most)
             if self._state is not None:
                 raise
@@ -178,9 +179,9 @@ class ModelExecutor:
 
     def _more(self) -> None:
         """A step has fitted: after some of these, larger pieces are tried again. What took the memory may be over."""
-        if self.most < _MOST:
+        if self.most < _MAX_PIECE_TOKENS:
             self._fitted += 1
-            if self._fitted >= _FITTED:
+            if self._fitted >= _STEPS_BEFORE_GROWTH:
                 self.most, self._fitted = 2 * self.most, 0
 
     def _run(self, plan: Plan) -> Running:
@@ -213,7 +214,7 @@ class ModelExecutor:
             return self.most
         keys = int(batch.starts.sum() + batch.lengths.sum())
         heads = max(kept.queries for kept in self.served.kept.values())
-        return min(self.most, max(_LEAST, _GATHERED // (heads * max(keys, 1))))
+        return min(self.most, max(_MIN_PIECE_TOKENS, _MAX_GATHERED_SCORES // (heads * max(keys, 1))))
 
     def finish(self, block: bool = True) -> Sequence[Event]:
         plan, rows, drawn, scores, _ = self._running.popleft()
@@ -297,9 +298,11 @@ class ModelExecutor:
         )
 
     def _score(self, row: int, first: int, tokens: Tensor, logits: Tensor) -> Iterator[Scores]:
-        for at in range(0, len(tokens), _SCORED):
-            some = tokens[at : at + _SCORED]
-            yield Scores(row, first + at, some, logprobs_of(logits[at : at + _SCORED], some, self.hooks.max_logprobs))
+        for at in range(0, len(tokens), _SCORED_TOKENS):
+            some = tokens[at : at + _SCORED_TOKENS]
+            yield Scores(
+                row, first + at, some, logprobs_of(logits[at : at + _SCORED_TOKENS], some, self.hooks.max_logprobs)
+            )
 
     # ---- memory
 

@@ -15,7 +15,7 @@ from ..progress import bar
 
 log = logging.getLogger(__name__)
 Key = tuple[int, bool]  # tokens, and whether every row has one
-BUCKETS = (64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)  # tokens; padding is almost free up to 128
+BUCKET_TOKENS = (64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)  # tokens; padding is almost free up to 128
 
 
 class _At:

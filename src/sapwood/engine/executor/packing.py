@@ -19,10 +19,10 @@ from sapwood.scheduler import Plan
 from ..kernels import attention as kernels
 from ..kernels.steps import DeviceTables
 from ..models.model import LayerPages
-from .graphs import BUCKETS
+from .graphs import BUCKET_TOKENS
 from .pieces import BatchPiece
 from .pinned_copies import PinnedCopies
-from .step_buffer import CHANGES, LargestStep, ListRoom, Packed, StepBuffer
+from .step_buffer import MAX_TABLE_CHANGES, LargestStep, ListRoom, Packed, StepBuffer
 from .work_list import Tiles, work_list
 
 
@@ -62,7 +62,7 @@ class Sizes:
         self._processor = kernels.Processor.of(device)
         self._slots = slots
         self.lists, self.list_of = _find_lists(kept, windows)  # and which is each call's
-        self.padded = [size for size in BUCKETS if size <= most_tokens] or [most_tokens]
+        self.padded = [size for size in BUCKET_TOKENS if size <= most_tokens] or [most_tokens]
         self.largest = max(most_tokens, self.padded[-1])
         self.known = {
             (tokens, single): self.size(tokens, min(tokens, slots, most_tokens), single)
@@ -85,8 +85,8 @@ class Sizes:
     def kinds(self) -> list[StepSize]:
         """One size of each kind of tiles, the smallest; what takes longest to compile first."""
         some = list(self.known.values())
-        if self.largest > BUCKETS[-1]:
-            some.append(self.size(BUCKETS[-1] + 1, min(BUCKETS[-1] + 1, self._slots)))
+        if self.largest > BUCKET_TOKENS[-1]:
+            some.append(self.size(BUCKET_TOKENS[-1] + 1, min(BUCKET_TOKENS[-1] + 1, self._slots)))
         some.sort(key=lambda size: size.tokens, reverse=True)
         return list({size.built: size for size in some}.values())
 
@@ -111,7 +111,13 @@ class Sizes:
 
     def _built(self, each: List, tokens: int, single: bool) -> kernels.Built:
         """Small tiles where decode rows are alone, large ones for chunks."""
-        tuned = kernels.SMALL if tokens <= 64 or single else kernels.MIDDLE if tokens <= BUCKETS[-1] else kernels.LARGE
+        tuned = (
+            kernels.SMALL
+            if tokens <= 64 or single
+            else kernels.MIDDLE
+            if tokens <= BUCKET_TOKENS[-1]
+            else kernels.LARGE
+        )
         return kernels.build(each.shape, tuned, self._processor, each.itemsize)
 
 
@@ -209,7 +215,7 @@ class Packer:
         at = 0
         if plan is not None:
             changes = {name: plan.changes[name] for name in self._known.tables}
-            if sum(len(places) for places, _ in changes.values()) > CHANGES:
+            if sum(len(places) for places, _ in changes.values()) > MAX_TABLE_CHANGES:
                 for name, there in self._known.tables.items():
                     table = np.ascontiguousarray(plan.tables[name])
                     assert table.shape == there[:-1].shape, (table.shape, there.shape)

@@ -50,10 +50,10 @@ _HISTORY = _WORDS | _PENALTIES
 # Columns of what a slot asks for in numbers.
 _TEMPERATURE, _MINIMUM, _K, _P, _REPETITION, _FREQUENCY, _PRESENCE = range(7)
 
-_RECENT = 16  # tokens kept by slot: what bad words look back on, and steps in flight that may be sampled again
+_RECENT_TOKENS = 16  # tokens kept by slot: what bad words look back on, and steps in flight that may be sampled again
 _NONE = -2  # in place of tokens before the first
 _ANY = -1  # in bad words shorter than the longest
-_ONE = 2.0**40  # the weight of the likeliest token
+_LIKELIEST_WEIGHT = 2.0**40  # the weight of the likeliest token
 
 
 class Logprobs(NamedTuple):
@@ -138,7 +138,9 @@ class Sampler:
         self._two = torch.full((), 2, dtype=torch.int32, device=self.device)
         self._rows = np.full(slots, -1, np.int64)  # the row of a slot there
         self._free: list[int] = []
-        self._recent = torch.full((slots, _RECENT), _NONE, dtype=torch.int64, device=self.device)  # by index, modulo
+        self._recent = torch.full(
+            (slots, _RECENT_TOKENS), _NONE, dtype=torch.int64, device=self.device
+        )  # by index, modulo
         self._counted = np.zeros(slots, np.int64)  # how many of the tokens generated both know
         # What is added to the logits of 8 tokens, by the byte of their bits in a mask.
         bits = np.arange(256)[:, None] >> np.arange(8) & 1
@@ -191,9 +193,9 @@ class Sampler:
     def _remember(self, slot: int, generated: Ints) -> None:
         """Begin with the last tokens that are known."""
         known = np.asarray(generated, np.int64)
-        recent = np.full(_RECENT, _NONE, np.int64)
-        last = np.arange(max(0, len(known) - _RECENT), len(known))
-        recent[last % _RECENT] = known[last]
+        recent = np.full(_RECENT_TOKENS, _NONE, np.int64)
+        last = np.arange(max(0, len(known) - _RECENT_TOKENS), len(known))
+        recent[last % _RECENT_TOKENS] = known[last]
         self._recent[slot] = self._put(recent)
         self._counted[slot] = len(known)
 
@@ -301,7 +303,7 @@ class Sampler:
             finals = self._put(np.concatenate([seat.finals for seat in seats]))
             at_word = np.repeat(worded, [len(seat.finals) for seat in seats])
             before = rows.index[at_word, None] + np.arange(-prefixes.shape[1], 0)
-            recent = self._recent[self._put(rows.slots[at_word, None]), self._put(before % _RECENT)]
+            recent = self._recent[self._put(rows.slots[at_word, None]), self._put(before % _RECENT_TOKENS)]
             begun = ((recent == prefixes) | (prefixes == _ANY)).all(-1)
             bans = torch.zeros_like(begun, dtype=logits.dtype).masked_fill_(begun, -torch.inf)
             logits.index_put_((self._put(at_word), finals), bans, accumulate=True)
@@ -387,18 +389,18 @@ class Sampler:
         if (counted == rows.index).all():
             return
         for slot, first, end in zip(rows.slots.tolist(), rows.index.tolist(), counted.tolist(), strict=True):
-            if not end - _RECENT + MOST_BAD_WORD_TOKENS <= first <= end:
+            if not end - _RECENT_TOKENS + MOST_BAD_WORD_TOKENS <= first <= end:
                 raise ValueError(
                     f"index of slot {slot} must be that of the next token, {end}, got {first}: seat it anew"
                 )
             for i in range(first, end):
                 if self._rows[slot] >= 0:
-                    self._counts[int(self._rows[slot]), self._recent[slot, i % _RECENT]] -= 2
+                    self._counts[int(self._rows[slot]), self._recent[slot, i % _RECENT_TOKENS]] -= 2
             self._counted[slot] = first
 
     def _observe(self, rows: _Rows, tokens: Tensor) -> None:
         """Keep the tokens just sampled, for those that look back."""
-        self._recent[self._put(rows.slots), self._put(rows.index % _RECENT)] = tokens
+        self._recent[self._put(rows.slots), self._put(rows.index % _RECENT_TOKENS)] = tokens
         self._counted[rows.slots] = rows.index + 1
         which = rows.that(_PENALTIES)
         if len(which):
@@ -475,7 +477,7 @@ def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def _masses(weights: Tensor) -> Tensor:
     """Weights as integers, whose sums are exact; the whole vocabulary's fits."""
-    return (weights * _ONE).long()
+    return (weights * _LIKELIEST_WEIGHT).long()
 
 
 def _drop(weights: Tensor, least: Tensor) -> Tensor:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from .pinned_copies import kernel_of
-from .work_list import ITEM, MERGE
+from .work_list import ITEM_NUMBERS, MERGE_NUMBERS
 
 Ints = npt.NDArray[np.int32]
-CHANGES = 4096  # entries of page tables that a step may bring; where there are more, whole tables are sent
+MAX_TABLE_CHANGES = 4096  # entries of page tables that a step may bring; where there are more, whole tables are sent
 
 
 class ListRoom(NamedTuple):
@@ -61,7 +61,7 @@ class Packed:
         self._whole, self._at = whole, 0
         self.whole = whole
         self.count = self._take(1)
-        self.changed = self._take(2, CHANGES)
+        self.changed = self._take(2, MAX_TABLE_CHANGES)
         self.tokens = self._take(room.tokens)
         self.positions = self._take(room.tokens)
         self.wanted = self._take(room.wanted)
@@ -71,8 +71,8 @@ class Packed:
         self.runs = self._take(room.rows, 3)
         self.adapters = self._take(room.tokens)
         self.places = {group: self._take(room.tokens) for group in room.groups}
-        self.items = [self._take(each.items, ITEM) for each in room.lists]
-        self.merges = [self._take(each.merges, MERGE) for each in room.lists]
+        self.items = [self._take(each.items, ITEM_NUMBERS) for each in room.lists]
+        self.merges = [self._take(each.merges, MERGE_NUMBERS) for each in room.lists]
 
     def _take(self, *shape: int) -> Any:
         size = int(np.prod(shape))

@@ -22,10 +22,11 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int32]
 
-ITEM = 8  # numbers of an item: table row, first query, queries, position, first key, end of keys, part or -1, unused
-MERGE = 4  # numbers of a merge: first query, queries, first part, parts
-LEAST_KEYS = 256  # of a part
-_BLOCK = 128  # keys between the begins of parts are a multiple of this, and so of what a kernel takes at once
+# Numbers of an item: table row, first query, queries, position, first key, end of keys, part or -1, unused.
+ITEM_NUMBERS = 8
+MERGE_NUMBERS = 4  # numbers of a merge: first query, queries, first part, parts
+MIN_PART_KEYS = 256  # of a part
+_BLOCK_KEYS = 128  # keys between the begins of parts are a multiple of this, and so of what a kernel takes at once
 
 
 class Tiles(NamedTuple):
@@ -49,7 +50,7 @@ class WorkList(NamedTuple):
     parts: int
 
 
-_NO_MERGES = np.zeros((0, MERGE), np.int32)
+_NO_MERGES = np.zeros((0, MERGE_NUMBERS), np.int32)
 
 
 def work_list(
@@ -71,15 +72,15 @@ def work_list(
     begin = np.maximum(0, position - window + 1) if window else np.zeros_like(position)
     keys = end - begin
 
-    items = np.empty((len(first), ITEM), np.int32)
+    items = np.empty((len(first), ITEM_NUMBERS), np.int32)
     for column, numbers in enumerate((slots, first, queries, position, begin, end, -1, 0)):
         items[:, column] = numbers
-    each = max(LEAST_KEYS, -(-int(keys.sum()) // tiles.target))
+    each = max(MIN_PART_KEYS, -(-int(keys.sum()) // tiles.target))
     if int(keys.max()) * 2 < each * 3:  # none is cut
         return WorkList(items[np.argsort(-keys, kind="stable")], _NO_MERGES, 0)
 
     wanted = np.maximum(1, (2 * keys + each) // (2 * each))  # to nearest
-    step = -(-keys // (wanted * _BLOCK)) * _BLOCK
+    step = -(-keys // (wanted * _BLOCK_KEYS)) * _BLOCK_KEYS
     count = np.where(wanted > 1, -(-keys // step), 1)
     cut = count > 1
     number = np.cumsum(np.where(cut, count, 0)) - np.where(cut, count, 0)  # of the first part of each

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..executor.attention import ScoreOptions
-from ..executor.work_list import ITEM, MERGE, Tiles
+from ..executor.work_list import ITEM_NUMBERS, MERGE_NUMBERS, Tiles
 from .launch import launch
 
 _LOG2E = 1.4426950408889634
@@ -197,7 +197,7 @@ def attend(
         WINDOWED=window is not None,
         APART=tuned.rows >= 128 and window is None,
         PRECISE=q.dtype is torch.float32,
-        ITEM=ITEM,
+        ITEM_NUMBERS=ITEM_NUMBERS,
         **fixed,
         num_warps=tuned.warps,
         num_stages=tuned.stages,
@@ -208,7 +208,7 @@ def attend(
             (len(merges), programs),
             *(out, scratch.sums, scratch.marks, merges, sinks, shape.group, *out.stride()[:2]),
             BLOCKS=built.blocks,
-            MERGE=MERGE,
+            MERGE_NUMBERS=MERGE_NUMBERS,
             **fixed,
             num_warps=4,
         )
@@ -291,9 +291,9 @@ def _attend(
     DIM: tl.constexpr, D2: tl.constexpr, VALUES: tl.constexpr, V2: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, FOLDED: tl.constexpr, BLOCKS: tl.constexpr,
     SINKS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, APART: tl.constexpr, PRECISE: tl.constexpr,
-    ITEM: tl.constexpr,
+    ITEM_NUMBERS: tl.constexpr,
 ):  # fmt: skip
-    item = items + tl.program_id(0) * ITEM
+    item = items + tl.program_id(0) * ITEM_NUMBERS
     queries = tl.load(item + 2)
     if queries > 0:
         slot = tl.load(item)
@@ -369,9 +369,9 @@ def _attend(
 def _merge(
     out, part_sums, part_marks, merges, sinks, group, o_token, o_head,
     ROWS: tl.constexpr, FOLDED: tl.constexpr, BLOCKS: tl.constexpr, VALUES: tl.constexpr, V2: tl.constexpr,
-    SINKS: tl.constexpr, MERGE: tl.constexpr,
+    SINKS: tl.constexpr, MERGE_NUMBERS: tl.constexpr,
 ):  # fmt: skip
-    merge = merges + tl.program_id(0) * MERGE
+    merge = merges + tl.program_id(0) * MERGE_NUMBERS
     queries = tl.load(merge + 1)
     if queries > 0:
         first = tl.load(merge + 2).to(tl.int64)

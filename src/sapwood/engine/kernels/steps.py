@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..executor.step_buffer import CHANGES, Packed
+from ..executor.step_buffer import MAX_TABLE_CHANGES, Packed
 from .launch import launch
 
 _BLOCK, _WORDS = 256, 1024
@@ -53,7 +53,7 @@ class DeviceTables:
     def begin(self, step: Packed, tokens: int, rows: int) -> StepInputs:
         """Apply what a step changes, and give the numbers of its first `tokens` and `rows`."""
         changes = (self._tables, step.changed, step.count)
-        launch(_change, (CHANGES // _BLOCK,), *changes, MOST=CHANGES, BLOCK=_BLOCK)
+        launch(_change, (MAX_TABLE_CHANGES // _BLOCK,), *changes, MOST=MAX_TABLE_CHANGES, BLOCK=_BLOCK)
         begun = StepInputs(*(self.last.new_empty(n) for n in (tokens, tokens, rows, tokens)))
         grid = (triton.cdiv(max(tokens, rows), _BLOCK),)
         numbers = (step.tokens, step.positions, step.wanted, step.states, self.last)

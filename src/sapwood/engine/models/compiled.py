@@ -38,8 +38,9 @@ from .kv_groups import Probe
 log = logging.getLogger(__name__)
 BACKEND: Any = "inductor"  # its kernels are chosen by rules: trying them all takes long, and is no faster in a step
 _NAME = f"{served_model.NAME}-outside"
-_TOKENS = 509  # of the first forward: a size that is no other size of a model, or torch would take the two for one
-_VERSIONS = 8  # of a layer: what torch allows, and more is no sharing
+# Of the first forward: a size that is no other size of a model, or torch would take the two for one.
+_FIRST_TOKENS = 509
+_MAX_VERSIONS = 8  # of a layer: what torch allows, and more is no sharing
 _thread = threading.local()  # torch's settings may be a thread's own
 
 
@@ -119,7 +120,7 @@ def compile_layers(served: served_model.ServedModel, progress: bool = False) -> 
     _put_outside(served)
     found = layers_for_text(served.model)
     kinds: dict[type, Kind] = {}
-    most = len(found) + _VERSIONS  # so that none is left uncompiled even if none is shared
+    most = len(found) + _MAX_VERSIONS  # so that none is left uncompiled even if none is shared
     for layer in found:
         layer.forward = Layer(layer, kinds.setdefault(type(layer), Kind(type(layer), most)))
     log.info("compiling %d layers (%s)", len(found), ", ".join(kind.name for kind in kinds.values()) or "none is known")
@@ -129,7 +130,7 @@ def compile_layers(served: served_model.ServedModel, progress: bool = False) -> 
     done = sum(type(layer) in kinds and not kinds[type(layer)].failed for layer in found)
     if not done:
         _refuse(served, [kind.failed for kind in kinds.values()])
-    if own > _VERSIONS:
+    if own > _MAX_VERSIONS:
         told_apart = "%d of %d layers were compiled one by one, as torch tells them apart (recompile_limit is now %d)"
         log.warning(told_apart, own, len(found), most)
     if served.device.type == "cuda":
@@ -184,7 +185,7 @@ def _first_forward(served: served_model.ServedModel, layers: list[Any], kinds: d
             shown.update()
 
     hooks = [layer.register_forward_hook(after) for layer in layers]
-    ids = torch.arange(_TOKENS, device=served.device) % served.vocabulary
+    ids = torch.arange(_FIRST_TOKENS, device=served.device) % served.vocabulary
     one = torch.zeros(1, dtype=torch.long, device=served.device)
     try:
         while True:

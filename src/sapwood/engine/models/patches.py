@@ -33,7 +33,7 @@ _QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 _ROTARY = "apply_rotary_pos_emb"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CLOSE, _CLOSE_HALF = 1e-4, 0.03  # relative
-_RETURNED = 1 << 30  # bytes of weights that were replaced, after which torch is asked to give them back
+_RETURN_AFTER_BYTES = 1 << 30  # bytes of weights that were replaced, after which torch is asked to give them back
 
 
 class Kernels(NamedTuple):
@@ -100,7 +100,7 @@ def patch(model: nn.Module, kernels: Kernels) -> dict[str, int]:
             if done:
                 patched[type(module).__name__] = patched.get(type(module).__name__, 0) + 1
                 replaced += sum(each.nbytes for each in module.buffers(recurse=False))
-            if replaced > _RETURNED and torch.cuda.is_initialized():
+            if replaced > _RETURN_AFTER_BYTES and torch.cuda.is_initialized():
                 torch.cuda.empty_cache()  # the pieces that were freed fit nothing that comes
                 replaced = 0
     if replaced and torch.cuda.is_initialized():

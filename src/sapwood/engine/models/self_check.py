@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from ..executor.executor import ModelExecutor
 
 log = logging.getLogger(__name__)
-_LENGTHS = (22, 17)  # tokens of the rows
-_TRIES = 3  # with other rows each
-_ANSWER = 4  # of them are given one by one, as if they had been sampled
-_CHUNK = 16  # tokens of a step, so that a row takes two
-_TIMES = 3.0  # how many times as far as the references are apart ours may be
-_SUMS = 2.0**-20  # relative: sums in float32, which are computed in every dtype, are off by some such
-_NEVER = 6e4  # a logit below minus this: a token that the model is kept from saying
+_ROW_TOKENS = (22, 17)  # tokens of the rows
+_MAX_TRIES = 3  # with other rows each
+_ANSWER_TOKENS = 4  # of them are given one by one, as if they had been sampled
+_CHUNK_TOKENS = 16  # tokens of a step, so that a row takes two
+_TOLERANCE = 3.0  # how many times as far as the references are apart ours may be
+_SUM_ROUNDING = 2.0**-20  # relative: sums in float32, which are computed in every dtype, are off by some such
+_NEVER_SAID_LOGIT = 6e4  # a logit below minus this: a token that the model is kept from saying
 
 
 class ReferenceFailed(NamedTuple):
@@ -67,11 +67,11 @@ def reference_of(model: Any) -> Reference | ReferenceFailed:
     text = text_config(model.config)
     try:
         longest = int(getattr(text, "max_position_embeddings", None) or 0)
-        lengths = [length if longest < 1 else min(length, longest) for length in _LENGTHS]  # -1 is no limit
-        rows = [_tokens(row, length, int(text.vocab_size)) for row, length in enumerate(lengths * _TRIES)]
+        lengths = [length if longest < 1 else min(length, longest) for length in _ROW_TOKENS]  # -1 is no limit
+        rows = [_tokens(row, length, int(text.vocab_size)) for row, length in enumerate(lengths * _MAX_TRIES)]
         with _as_it_is(model):
             alike = [_logits(model, rows[first :: len(lengths)]) for first in range(len(lengths))]  # of one length
-            said = [logits[at] for at in range(_TRIES) for logits in alike]
+            said = [logits[at] for at in range(_MAX_TRIES) for logits in alike]
             with _rounded_otherwise(model):
                 otherwise = [_logits(model, [tokens])[0] for tokens in rows[: len(lengths)]]
     except (MemoryError, torch.OutOfMemoryError):
@@ -101,9 +101,9 @@ def check(
             f"{name} cannot be served: what transformers says with these weights is no numbers (NaN or infinite); "
             "another dtype may be wide enough"
         )
-    most, told = _TIMES * reference.rounding, []
-    for first in range(0, len(reference.rows), len(_LENGTHS)):
-        some = slice(first, first + len(_LENGTHS))
+    most, told = _TOLERANCE * reference.rounding, []
+    for first in range(0, len(reference.rows), len(_ROW_TOKENS)):
+        some = slice(first, first + len(_ROW_TOKENS))
         rows = [tokens[:max_model_len] for tokens in reference.rows[some]]
         try:
             said = _said(executor, config, rows)
@@ -114,7 +114,9 @@ def check(
         triples = zip(rows, reference.logits[some], said, strict=True)
         apart = _most(_apart(theirs[: len(row)][-len(ours) :], ours) for row, theirs, ours in triples)
         if apart <= most:
-            log.info("self-check: off by %.1e from transformers, where rounding takes it by %.1e", apart, most / _TIMES)
+            log.info(
+                "self-check: off by %.1e from transformers, where rounding takes it by %.1e", apart, most / _TOLERANCE
+            )
             return apart
         told.append(f"{apart:.1e}")
     raise Unsupported(
@@ -162,7 +164,7 @@ def _rounded_otherwise(model: Any) -> Iterator[None]:
         if not isinstance(answer, Tensor) or not answer.is_floating_point():
             return answer
         signs = torch.randint(0, 2, answer.shape, generator=generator, device=answer.device, dtype=torch.int8)
-        step = max(torch.finfo(answer.dtype).eps, _SUMS)
+        step = max(torch.finfo(answer.dtype).eps, _SUM_ROUNDING)
         return answer * (1 + step * (2 * signs - 1)).to(answer.dtype)
 
     leaves = [module for module in model.modules() if next(module.children(), None) is None]
@@ -202,12 +204,14 @@ def _said(executor: ModelExecutor, config: SchedulerConfig, rows: list[list[int]
     """The executor's logits for the last tokens of each row."""
     groups = [CacheGroup(g.name, g.family, g.device_pages, 0, g.window, g.page_bytes) for g in config.groups]
     scheduler = Scheduler(
-        SchedulerConfig(config.page_size, groups, _CHUNK, min(config.max_batch_size, 2), max_columns=config.max_columns)
+        SchedulerConfig(
+            config.page_size, groups, _CHUNK_TOKENS, min(config.max_batch_size, 2), max_columns=config.max_columns
+        )
     )
     forced = _Forced({str(at): tokens for at, tokens in enumerate(rows)})
     specs = []
     for id, tokens in forced.rows.items():
-        answer = min(_ANSWER, len(tokens))
+        answer = min(_ANSWER_TOKENS, len(tokens))
         specs.append(RequestSpec(id, tokens[: len(tokens) - answer + 1], answer))
     scheduler.submit(specs)
     before, executor.hooks = executor.hooks, forced
@@ -237,7 +241,7 @@ def _most(distances: Iterable[float]) -> float:
 def _apart(theirs: Tensor, ours: Tensor) -> float:
     """Of logits [tokens, vocabulary]: by the token in the middle. What adds the same to all logits changes nothing, and
     tokens that a model never says (its logits are the least number there is) do not count."""
-    said = ~(theirs[0] < -_NEVER)
+    said = ~(theirs[0] < -_NEVER_SAID_LOGIT)
     theirs, ours = (each[:, said].double() for each in (theirs, ours))
     theirs, ours = (each - each.mean(-1, keepdim=True) for each in (theirs, ours))
     by_token = (theirs - ours).norm(dim=-1) / theirs.norm(dim=-1).clamp_min(1e-9)

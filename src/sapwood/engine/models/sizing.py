@@ -25,10 +25,10 @@ from sapwood.cache import NEAR_TOKENS, CacheGroup
 from ..transfer.arena import readable
 from .kv_groups import GroupSpec
 
-CONTEXT = 8192  # tokens of the context that slots are weighed against, and in which room is told
-SHORT, LONG = 1024, 16384  # tokens of contexts that windows are weighed against
-SLOTS = 4  # of a resident context
-_SPARE = 2  # columns of a window beyond those it covers: it begins inside a page, and grows into a new one
+CONTEXT_TOKENS = 8192  # tokens of the context that slots are weighed against, and in which room is told
+SHORT_TOKENS, LONG_TOKENS = 1024, 16384  # tokens of contexts that windows are weighed against
+SLOTS_PER_CONTEXT = 4  # of a resident context
+_SPARE_COLUMNS = 2  # columns of a window beyond those it covers: it begins inside a page, and grows into a new one
 
 
 class TooLittleHost(ValueError):
@@ -81,7 +81,7 @@ def size(
         host = _divided(remembered, _without_null_pages(remembered, host_bytes), page_size, max_model_len, 0, 0)
         _enough(remembered, host, host_bytes, page_size, "host memory", "host_cache")
         groups = tuple(replace(group, host_pages=host[group.name]) for group in groups)
-        length = min(SHORT, max_model_len)
+        length = min(SHORT_TOKENS, max_model_len)
         if not contexts(groups, "host", length, page_size):
             notes.append(
                 f"host_cache is small: {readable(host_bytes)} have no room for one context of {length:,} tokens, so "
@@ -127,13 +127,15 @@ def _divided(
             group.name: resident_pages(group.family, group.window, min(each, max_model_len), page_size)
             for group in remembered
         }
-        for each in (SHORT, CONTEXT, LONG)
+        for each in (SHORT_TOKENS, CONTEXT_TOKENS, LONG_TOKENS)
     )
     pages: dict[str, int] = {}
     if states:
         slot = sum(nbytes[group.name] for group in states)
         each = sum(context[group.name] * nbytes[group.name] for group in remembered)
-        slots = max(SLOTS * max(0, free) // each, rows + 2 if rows else 1) if full or windows else free // slot
+        slots = (
+            max(SLOTS_PER_CONTEXT * max(0, free) // each, rows + 2 if rows else 1) if full or windows else free // slot
+        )
         pages = {group.name: slots for group in states}
         free -= slots * slot
     if windows:
@@ -146,7 +148,7 @@ def _divided(
         whole = sum(short[group.name] * nbytes[group.name] for group in windows)
         columns = -(-max_model_len // page_size)
         busy = {
-            group.name: max(rows, 2) * min(-(-(group.window or 0) // page_size) + _SPARE, columns)
+            group.name: max(rows, 2) * min(-(-(group.window or 0) // page_size) + _SPARE_COLUMNS, columns)
             + -(-chunk // page_size)
             for group in windows
         }
@@ -173,7 +175,7 @@ def resident_pages(family: str, window: int | None, length: int, page_size: int)
     """What of a group a resident context of so many tokens needs."""
     columns = -(-length // page_size)
     if family == "state":
-        return SLOTS
+        return SLOTS_PER_CONTEXT
     if window is None:
         return columns
     return min(columns, 2 * -(-window // page_size) + -(-NEAR_TOKENS // page_size))
@@ -205,7 +207,7 @@ def told(sized: Sized, page_size: int, store_bytes: int = 0) -> list[str]:
         window = f" of {group.window}" if group.window else ""
         size = readable(group.device_pages * group.page_bytes)
         lines.append(f"{group.family}{window}: {tokens} on the device ({size}){more}")
-    lengths = sorted({min(length, sized.max_model_len) for length in (SHORT, CONTEXT)})
+    lengths = sorted({min(length, sized.max_model_len) for length in (SHORT_TOKENS, CONTEXT_TOKENS)})
     room = {"on the device": [contexts(sized.groups, "device", length, page_size) for length in lengths]}
     if all(group.host_pages for group in sized.groups):
         room["on host"] = [contexts(sized.groups, "host", length, page_size) for length in lengths]

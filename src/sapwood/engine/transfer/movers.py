@@ -25,8 +25,8 @@ Ids = npt.NDArray[np.int32]
 log = logging.getLogger(__name__)
 
 # From this many bytes a run on average, copying run by run is faster than gathering all and scattering it again.
-LONG_RUN = 4096
-_REASONS = 256  # how many reasons are remembered
+LONG_RUN_BYTES = 4096
+_MAX_REASONS = 256  # how many reasons are remembered
 _ONE = np.ones(1, np.int32)
 
 
@@ -155,7 +155,7 @@ class Mover(ABC):
             log.warning("operation %s failed: %s", op, reason)
             self._counts["failed"] += 1
             self._reasons[op] = reason
-            if len(self._reasons) > _REASONS:
+            if len(self._reasons) > _MAX_REASONS:
                 del self._reasons[next(iter(self._reasons))]
         else:
             kind, parts = self._open[op]
@@ -225,7 +225,7 @@ class NumpyMover(Mover):
     def _move(self, kind: Kind, part: TransferPart) -> None:
         there, here = self._ends(kind, part.group)
         sources, targets, lengths = runs(part.sources, part.targets)
-        if len(part.sources) * there.shape[1] < LONG_RUN * len(lengths):
+        if len(part.sources) * there.shape[1] < LONG_RUN_BYTES * len(lengths):
             here[part.targets] = there[part.sources]
             self._counts["copies"] += 1
             return

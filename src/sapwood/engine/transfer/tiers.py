@@ -46,11 +46,12 @@ from .movers import Kind, Mover
 log = logging.getLogger(__name__)
 
 StoreKind = Literal["lookup", "fetch", "backup"]
-_SWITCH = 0.0002  # seconds for which a thread may keep the interpreter: by default a store could block a step for 5 ms
-_FIRST = 0.001  # the same while a step is at work here
-_PROMPTLY = 0.9  # of the scheduler's patience: what has come by then finds those who wait for it
-_KEYS = 1024  # about so many pages are looked up by one job
-_PEEK = 0.0005  # seconds between two looks at a mover that works on its own: it cannot call
+# Seconds for which a thread may keep the interpreter: by default a store could block a step for 5 ms.
+_SWITCH_SECONDS = 0.0002
+_SWITCH_SECONDS_IN_A_STEP = 0.001  # the same while a step is at work here
+_STORE_TIMEOUT_SHARE = 0.9  # of the scheduler's patience: what has come by then finds those who wait for it
+_MAX_LOOKUP_PAGES = 1024  # about so many pages are looked up by one job
+_MOVER_POLL_SECONDS = 0.0005  # seconds between two looks at a mover that works on its own: it cannot call
 
 
 class _StoreJob(NamedTuple):
@@ -70,18 +71,18 @@ class _Held(NamedTuple):
 
 class _First(contextlib.AbstractContextManager[None]):
     """`with` it, a step goes before the threads of a store: they stop where they can. Python itself would have a step
-    let go whenever one of them has waited for `_SWITCH`, and then wait until that one has a processor and takes its
-    turn; so meanwhile they wait for longer."""
+    let go whenever one of them has waited for `_SWITCH_SECONDS`, and then wait until that one has a processor and takes
+    its turn; so meanwhile they wait for longer."""
 
     def __init__(self, gate: InterpreterYield) -> None:
         self._gate = gate
 
     def __enter__(self) -> None:
         self._gate.__enter__()
-        sys.setswitchinterval(_FIRST)
+        sys.setswitchinterval(_SWITCH_SECONDS_IN_A_STEP)
 
     def __exit__(self, *_: object) -> None:
-        sys.setswitchinterval(_SWITCH)
+        sys.setswitchinterval(_SWITCH_SECONDS)
         self._gate.__exit__()
 
 
@@ -98,7 +99,7 @@ class _Switching:
         with self._lock:
             if not self._engines:
                 self._before = sys.getswitchinterval()
-                sys.setswitchinterval(_SWITCH)
+                sys.setswitchinterval(_SWITCH_SECONDS)
             self._engines += 1
 
     def end(self) -> None:
@@ -193,7 +194,7 @@ class Tiers:
             for fetch in plan.fetches:
                 self._counts["fetches"] += 1
                 ticks = self._config.fetch_ticks + self._config.page_ticks * len(fetch.hashes)
-                self._ask("fetch", [fetch], fetch.hashes, fetch.pages, _PROMPTLY * ticks * self._tick)
+                self._ask("fetch", [fetch], fetch.hashes, fetch.pages, _STORE_TIMEOUT_SHARE * ticks * self._tick)
             if plan.backups:
                 self._back_up(plan.backups)
 
@@ -318,7 +319,7 @@ class Tiers:
     def _look_up(self, lookups: Sequence[Any]) -> None:
         """The lookups of a plan, many to a job: a burst of requests costs not much more than one."""
         self._counts["lookups"] += len(lookups)
-        patience = _PROMPTLY * self._config.lookup_ticks * self._tick
+        patience = _STORE_TIMEOUT_SHARE * self._config.lookup_ticks * self._tick
         jobs = _together(lookups)
         if self._store is not None and self._store.breaker.state != "closed":
             # Whether it answers again is tried with one request: if it does not, that one has waited, and no other.
@@ -415,10 +416,13 @@ class Tiers:
     def _next_look(self) -> float:
         """Seconds after which something may be over that nobody calls for: a mover's work, a deadline."""
         if self._moves:
-            return _PEEK
+            return _MOVER_POLL_SECONDS
         if not self._jobs:
             return math.inf
-        return max(_PEEK, min(job.deadline for job in self._jobs.values()) - time.monotonic() + _PEEK)
+        return max(
+            _MOVER_POLL_SECONDS,
+            min(job.deadline for job in self._jobs.values()) - time.monotonic() + _MOVER_POLL_SECONDS,
+        )
 
 
 def _together(operations: Sequence[Any]) -> Iterator[tuple[Sequence[Any], list[bytes]]]:
@@ -427,7 +431,7 @@ def _together(operations: Sequence[Any]) -> Iterator[tuple[Sequence[Any], list[b
     while at < len(operations):
         first = at
         hashes: list[bytes] = []
-        while at < len(operations) and len(hashes) < _KEYS:
+        while at < len(operations) and len(hashes) < _MAX_LOOKUP_PAGES:
             hashes += operations[at].hashes
             at += 1
         yield operations[first:at], hashes

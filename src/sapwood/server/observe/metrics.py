@@ -23,9 +23,9 @@ from .finished import Finished
 from .histogram import FIRST_TOKEN, GAP, QUICK_GAP, QUICK_REQUEST, REQUEST, SAMPLES, Histogram, one_two_five
 from .metrics_engine import EngineFamilies
 
-ADAPTERS = 100  # with a label of their own
-_CUT = 100  # characters of a name
-_CONTEXT = 1 << 20  # tokens, for bounds, where the model's context is not known
+MAX_ADAPTER_LABELS = 100  # with a label of their own
+_MAX_NAME_CHARACTERS = 100  # characters of a name
+_DEFAULT_CONTEXT_TOKENS = 1 << 20  # tokens, for bounds, where the model's context is not known
 _REASONS = ("short", "empty", "diverged", "evicted", "no_snapshot", "window_gone", "off")
 _FINISHED = {"stop": "stop", "length": "length", "tool_calls": "stop", "abort": "abort", "error": "error"}
 
@@ -38,7 +38,7 @@ class Metrics:
         self._model = model_name
         self._engine = EngineFamilies(model_name, facts)
         self._process = ProcessCollector(registry=CollectorRegistry())
-        self._adapters = _Few(ADAPTERS)
+        self._adapters = _Few(MAX_ADAPTER_LABELS)
         self._paths = _Few(32)
         self._reasons = _Few(32)
 
@@ -51,7 +51,7 @@ class Metrics:
         self._cached = _counts([(tier, "base") for tier in TIERS])
         self._misses = _counts([(reason, "base") for reason in _REASONS])
 
-        lengths = one_two_five(facts.get("max_model_len") or _CONTEXT)
+        lengths = one_two_five(facts.get("max_model_len") or _DEFAULT_CONTEXT_TOKENS)
         self._first = Histogram(FIRST_TOKEN)
         self._gaps = Histogram(GAP, QUICK_GAP)
         self._whole = Histogram(REQUEST, QUICK_REQUEST)
@@ -214,4 +214,4 @@ class _Few:
             return known
         if len(self._known) >= self._most:
             return "other"
-        return self._known.setdefault(name, name[:_CUT])
+        return self._known.setdefault(name, name[:_MAX_NAME_CHARACTERS])

@@ -37,12 +37,12 @@ from sapwood.cache import whole_number
 from .finished import Finished
 
 log = logging.getLogger(__name__)
-BLOCK = 512  # tokens of one hash id
-KEPT = 4  # files that were put aside
-_EVERY = 1.0  # seconds
-_WAITING = 1 << 26  # tokens that may wait to be hashed; prompts beyond them are dropped
-_KNOWN = 32768  # blocks whose tokens are remembered (64 MiB), to find prompts that part inside of one
-_BATCH = 1 << 20  # bytes that are written at once, about
+BLOCK_TOKENS = 512  # tokens of one hash id
+MAX_OLD_FILES = 4  # files that were put aside
+_FLUSH_SECONDS = 1.0  # seconds
+_MAX_WAITING_TOKENS = 1 << 26  # tokens that may wait to be hashed; prompts beyond them are dropped
+_REMEMBERED_BLOCKS = 32768  # blocks whose tokens are remembered (64 MiB), to find prompts that part inside of one
+_WRITE_BYTES = 1 << 20  # bytes that are written at once, about
 _BITS = 53  # of an id: what every JSON reader takes as a whole number
 
 
@@ -105,7 +105,7 @@ class TraceRecorder:
         for prompt in done.prompts:
             if not prompt.reason or not len(prompt.ids):
                 continue
-            if self._tokens - self._hashed > _WAITING:
+            if self._tokens - self._hashed > _MAX_WAITING_TOKENS:
                 self._refused += 1
                 continue
             self._tokens += len(prompt.ids)
@@ -120,7 +120,7 @@ class TraceRecorder:
                 seen = self._waiting.popleft()
                 self._hashed += len(seen.ids)
                 line = self._line(seen)
-                if lines and (size > _BATCH or self._size + size + len(line) > self._max_bytes):
+                if lines and (size > _WRITE_BYTES or self._size + size + len(line) > self._max_bytes):
                     self._write(lines)
                     lines, size = [], 0
                 lines.append(line)
@@ -137,7 +137,7 @@ class TraceRecorder:
             self._shut()
 
     def _run(self) -> None:
-        while not self._closing.wait(_EVERY):
+        while not self._closing.wait(_FLUSH_SECONDS):
             self.flush()
 
     # ---- lines
@@ -147,8 +147,8 @@ class TraceRecorder:
         parent = hashlib.blake2b(seen.namespace, digest_size=32, key=self._salt, person=b"namespace").digest()
         ids: list[int] = []
         near: tuple[int, int, int] | None = None
-        for begin in range(0, len(raw), 4 * BLOCK):
-            block = raw[begin : begin + 4 * BLOCK]
+        for begin in range(0, len(raw), 4 * BLOCK_TOKENS):
+            block = raw[begin : begin + 4 * BLOCK_TOKENS]
             digest = hashlib.blake2b(parent + block, digest_size=32, key=self._salt, person=b"block").digest()
             id = int.from_bytes(digest[:8], "big") >> (64 - _BITS)
             like = self._siblings.nearest(parent, id, block)
@@ -212,7 +212,7 @@ class TraceRecorder:
 
     def _put_aside(self) -> None:
         """FILE becomes FILE.1, FILE.1 becomes FILE.2, and so on; the oldest goes."""
-        for number in range(KEPT - 1, 0, -1):
+        for number in range(MAX_OLD_FILES - 1, 0, -1):
             with contextlib.suppress(FileNotFoundError):
                 os.replace(f"{self.path}.{number}", f"{self.path}.{number + 1}")
         with contextlib.suppress(FileNotFoundError):
@@ -238,7 +238,7 @@ class _Siblings:
         tokens, like = max(((_common(block, other), known) for other, known in beside), default=(0, 0))
         siblings.insert(at, (block, id))
         self._seen[id] = (parent, block)
-        if len(self._seen) > _KNOWN:
+        if len(self._seen) > _REMEMBERED_BLOCKS:
             self._forget()
         return (like, tokens) if tokens else None
 

@@ -28,7 +28,7 @@ from sapwood.engine.lora.process import SECONDS
 from sapwood.engine.params import SamplingParams
 
 from ..errors import ApiError, Disconnected, engine_down, without_paths
-from .engine_process import AHEAD, IGNORED, REFUSED, STOP, Settings
+from .engine_process import IGNORED, MAX_UNACKED_STEPS, REFUSED, STOP, Settings
 from .grammars import GrammarSpec
 from .messages import (
     Acknowledged,
@@ -50,14 +50,14 @@ from .messages import (
 from .private_folder import PrivateFolder
 
 log = logging.getLogger(__name__)
-LAG = 0.02  # seconds after which this process counts as behind, and tokens of a stream go out together
-TOLD = AHEAD // 2  # steps after which the engine hears that they were taken
-_CONNECTS = 1000  # milliseconds that a message waits for an engine that has just begun
-_UNREAD = 64  # tokens, or more, that nobody waited for when they came: then it is looked how much there is
+LAG_SECONDS = 0.02  # seconds after which this process counts as behind, and tokens of a stream go out together
+ACK_EVERY_STEPS = MAX_UNACKED_STEPS // 2  # steps after which the engine hears that they were taken
+_CONNECT_MILLISECONDS = 1000  # milliseconds that a message waits for an engine that has just begun
+_UNREAD_TOKENS = 64  # tokens, or more, that nobody waited for when they came: then it is looked how much there is
 _TOKEN, _LIKELY = 40, 200  # bytes of a token that waits, and of a likely one told with it, as measured
-_MUCH = 64 << 10  # bytes
-_ANSWERS = 30.0  # seconds that a question may take
-_END = 10.0  # seconds that an engine may take to end, beside those in which it writes what it owes a store
+_MAX_UNREAD_BYTES = 64 << 10  # bytes
+_QUERY_SECONDS = 30.0  # seconds that a question may take
+_CLOSE_SECONDS = 10.0  # seconds that an engine may take to end, beside those in which it writes what it owes a store
 # What an error is for a client, if it is more than a wrong argument: status, code, field, and when to try again.
 _PROBLEMS: Mapping[str, tuple[int, str, str | None, dict[str, str]]] = {
     "no_adapter": (404, "no_adapter", "lora_path", {}),
@@ -125,7 +125,7 @@ class EngineJob:
         """What `reads` returns or raises, when there are news."""
         self._waiter = waiter = self._future()
         self._missed = 0
-        if self._told > _MUCH:
+        if self._told > _MAX_UNREAD_BYTES:
             self._tell()
         if self.news:
             self.wake()
@@ -136,7 +136,7 @@ class EngineJob:
         waiter = self._waiter
         if waiter is None or waiter.done():  # they are read later; and a cancelled one must not hurt the others
             self._missed += 1
-            if self._missed * len(self.lanes) >= _UNREAD:
+            if self._missed * len(self.lanes) >= _UNREAD_TOKENS:
                 self._missed = 0
                 self._tell()
             return
@@ -150,7 +150,7 @@ class EngineJob:
     def keeps(self, more: int) -> None:
         """What was read is kept, in so many bytes."""
         self._kept += more
-        if self._kept > self._told + _MUCH:
+        if self._kept > self._told + _MAX_UNREAD_BYTES:
             self._tell()
 
     def _tell(self) -> None:
@@ -158,7 +158,7 @@ class EngineJob:
         tokens = sum(len(lane.tokens) for lane in self.lanes)
         likely = sum(len(lane.likely) * len(lane.likely[0]) for lane in self.lanes if lane.likely)
         kept = self._kept + tokens * _TOKEN + likely * _LIKELY
-        if not self._told * 0.8 <= kept <= self._told + _MUCH:
+        if not self._told * 0.8 <= kept <= self._told + _MAX_UNREAD_BYTES:
             self._told = kept
             self.holds(kept)
 
@@ -216,7 +216,7 @@ class EngineLink:
         self._inward, self._outward = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
         for socket, name in ((self._inward, "api"), (self._outward, "engine")):
             socket.set_hwm(0)
-            socket.setsockopt(zmq.SNDTIMEO, _CONNECTS)
+            socket.setsockopt(zmq.SNDTIMEO, _CONNECT_MILLISECONDS)
             socket.bind(f"ipc://{self._folder.path}/{name}")
         self.up, self.down, self._failed, self._told = False, None, "", 0
         self.doing, self.spent, self._doing_since = "starting", {}, time.monotonic()
@@ -287,7 +287,7 @@ class EngineLink:
         with contextlib.suppress(ValueError, OSError):
             loop.remove_reader(self._pidfd)
         process.send_signal(STOP)
-        seconds = _END + (self.ready.closes_within if self.ready is not None else 0.0)
+        seconds = _CLOSE_SECONDS + (self.ready.closes_within if self.ready is not None else 0.0)
         try:
             await asyncio.wait_for(loop.run_in_executor(None, process.wait), seconds)
         except TimeoutError:
@@ -385,13 +385,13 @@ class EngineLink:
     async def load_adapter(self, name: str, path: str, root: str | None = None) -> bytes:
         """The digest of an adapter that is loaded now. `root`: the folder in which `path` must be, and stay. Nothing of
         it is looked at in this process: a file system may hang."""
-        seconds = _ANSWERS + (self.ready.facts.get("lora_seconds", SECONDS) if self.ready is not None else 0.0)
+        seconds = _QUERY_SECONDS + (self.ready.facts.get("lora_seconds", SECONDS) if self.ready is not None else 0.0)
         digest: bytes = await self._ask("load_adapter", seconds, {"name": name, "path": path, "root": root})
         return digest
 
     async def ask(self, what: str, **arguments: Any) -> Any:
         """What the engine answers; ApiError if it says no."""
-        return await self._ask(what, _ANSWERS, arguments)
+        return await self._ask(what, _QUERY_SECONDS, arguments)
 
     async def _ask(self, what: str, seconds: float, arguments: dict[str, Any]) -> Any:
         if self.down is not None or not self.up:
@@ -433,7 +433,7 @@ class EngineLink:
         except zmq.ZMQError:  # closed
             return
         self.heard = time.monotonic()
-        if taken - self._told >= TOLD:
+        if taken - self._told >= ACK_EVERY_STEPS:
             self._told = taken
             self._send(Acknowledged(taken))
         self._tell()

@@ -56,10 +56,10 @@ from .messages import (
 )
 
 log = logging.getLogger(__name__)
-AHEAD = 8  # steps that are sent before the API must have taken the first of them
-_RESTS = 1.0  # seconds at most
-_COLLECTS = 30.0  # seconds without rest after which the youngest garbage is collected all the same
-_SILENT = 1.0  # seconds after which the API hears that the engine lives
+MAX_UNACKED_STEPS = 8  # steps that are sent before the API must have taken the first of them
+_MAX_REST_SECONDS = 1.0  # seconds at most
+_GC_SECONDS = 30.0  # seconds without rest after which the youngest garbage is collected all the same
+_ALIVE_SECONDS = 1.0  # seconds after which the API hears that the engine lives
 _PR_SET_PDEATHSIG = 1
 
 
@@ -107,7 +107,9 @@ class EngineSide:
         while not self.stopping:
             while self.inbox:
                 self._take(self.inbox.popleft())
-            if self._step - self._taken >= AHEAD:  # the API cannot keep up: more tokens would only pile up there
+            if (
+                self._step - self._taken >= MAX_UNACKED_STEPS
+            ):  # the API cannot keep up: more tokens would only pile up there
                 engine.loop.tiers.wait(0.05)
                 continue
             if self._compiling:
@@ -119,16 +121,16 @@ class EngineSide:
             elif not engine.samples and not resting:
                 gc.collect(1)
                 resting = True
-            if not resting and time.monotonic() - collected > _COLLECTS:  # somebody always runs
+            if not resting and time.monotonic() - collected > _GC_SECONDS:  # somebody always runs
                 gc.collect(0)
                 collected = time.monotonic()
             if self._events is not None:
                 self._publish(self._events)
             self.answers.poll()
-            if time.monotonic() - self._sent > _SILENT:
+            if time.monotonic() - self._sent > _ALIVE_SECONDS:
                 self._send(Alive())
                 self._sent = time.monotonic()
-            engine.rest(0.002 if self._compiling else _RESTS)
+            engine.rest(0.002 if self._compiling else _MAX_REST_SECONDS)
 
     # ---- in
 

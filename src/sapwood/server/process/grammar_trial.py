@@ -37,7 +37,7 @@ LIMITS = LLParserLimits(
 SLOW = "grammar took too long to compile"
 LARGE = "grammar is too complex to compile"
 _STACK = 8 << 20  # of a trial
-_PATIENCE = 10  # times the seconds it may compute: so long may it take, where it has to wait for a processor
+_WALL_TIMES_CPU = 10  # times the seconds it may compute: so long may it take, where it has to wait for a processor
 STACK = 8 * _STACK  # of a thread that compiles what has passed
 _PR_SET_PDEATHSIG = 1
 
@@ -239,7 +239,7 @@ def _tried(tokenizer: LLTokenizer, kind: str, text: str, seconds: float) -> list
     with open(reader) as pipe:
         waits = select.poll()
         waits.register(pipe, select.POLLIN)
-        if not waits.poll(_PATIENCE * seconds * 1000):
+        if not waits.poll(_WALL_TIMES_CPU * seconds * 1000):
             os.kill(child, signal.SIGKILL)
         answer = pipe.read()
     _, status = os.waitpid(child, 0)

@@ -34,12 +34,12 @@ Masks = npt.NDArray[np.int32]
 
 KINDS = ("json_object", "json_schema", "regex", "choice", "grammar", "structural_tag", "tool_calls")
 MOST_CHOICE = 4096  # characters
-_WAITING = 64  # grammars that may wait to be compiled
-_CACHED = 64  # grammars that are kept,
-_CACHED_BYTES = 256 << 20  # and what they may need of memory together
-_SLOW = 0.05  # seconds that a token may cost a grammar: others wait for it
-_STRIKES = 3
-_WATCHED = 64  # steps in which every grammar's own time is taken, after a slow one
+_MAX_WAITING = 64  # grammars that may wait to be compiled
+_MAX_CACHED = 64  # grammars that are kept,
+_MAX_CACHED_BYTES = 256 << 20  # and what they may need of memory together
+_SLOW_TOKEN_SECONDS = 0.05  # seconds that a token may cost a grammar: others wait for it
+_MAX_STRIKES = 3
+_WATCHED_STEPS = 64  # steps in which every grammar's own time is taken, after a slow one
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -169,7 +169,7 @@ class TokenGrammar:
             if left >= self._told or self._matcher.rollback(self._told - left):
                 self._tokens, self._told = rest, min(left, self._told)
                 return
-        elif self._strikes >= _STRIKES:
+        elif self._strikes >= _MAX_STRIKES:
             self._tokens = rest
             return
         # A matcher with an error keeps it: another one begins from the start.
@@ -187,9 +187,9 @@ class TokenGrammar:
 
     def took(self, seconds: float) -> None:
         """For one token. All others of its step have waited for it."""
-        if seconds > _SLOW:
+        if seconds > _SLOW_TOKEN_SECONDS:
             self._strikes += 1
-            if self._strikes >= _STRIKES:
+            if self._strikes >= _MAX_STRIKES:
                 self.fails("grammar takes too long for each token")
 
 
@@ -238,7 +238,7 @@ class Grammars:
         self._executor = LLExecutor(threads or min(16, len(os.sched_getaffinity(0))))
         self._watching = 0  # so many steps more
         self._cache = _Cache()
-        self._jobs = FairQueue[_Compile](_WAITING)
+        self._jobs = FairQueue[_Compile](_MAX_WAITING)
         names = {id: token.content for id, token in added.items()}
         self._tried = (seconds, megabytes << 20, Vocabulary(size, sorted(self.eos), names))
         self._compilers: list[threading.Thread] = []
@@ -263,7 +263,7 @@ class Grammars:
             late = self._jobs.put(owner, _Compile(spec, samples, future))
             if late is not None and late.future.set_running_or_notify_cancel():
                 late.future.set_exception(
-                    GrammarsBusy(f"{_WAITING} other grammars wait to be compiled: try again later")
+                    GrammarsBusy(f"{_MAX_WAITING} other grammars wait to be compiled: try again later")
                 )
         return future
 
@@ -336,8 +336,8 @@ class Grammars:
         elif asked:
             pairs = [(matcher, row) for _, matcher, row in asked]
             self._executor.unsafe_compute_mask_ptr(pairs, masks.ctypes.data, width, len(masks))
-        if time.perf_counter() - begun > _SLOW:
-            self._watching = _WATCHED
+        if time.perf_counter() - begun > _SLOW_TOKEN_SECONDS:
+            self._watching = _WATCHED_STEPS
 
 
 class _Compile(NamedTuple):
@@ -365,7 +365,7 @@ class _Cache:
         with self._lock:
             self._bytes += size - self._kept.pop(spec, (None, 0))[1]
             self._kept[spec] = matcher, size
-            while len(self._kept) > _CACHED or (self._bytes > _CACHED_BYTES and len(self._kept) > 1):
+            while len(self._kept) > _MAX_CACHED or (self._bytes > _MAX_CACHED_BYTES and len(self._kept) > 1):
                 self._bytes -= self._kept.popitem(last=False)[1][1]
 
 

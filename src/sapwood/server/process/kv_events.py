@@ -33,13 +33,13 @@ __all__ = ["KVEventPublisher", "KVEventsConfig", "lora_id_of", "salt_key"]
 
 log = logging.getLogger(__name__)
 END = (-1).to_bytes(8, "big", signed=True)  # the sequence number of a replay's last message
-_TURN = 256  # batches or replayed messages before the thread looks at the rest of its work
-_CLIENTS = 64  # replays at a time
-_STALLED = 30.0  # seconds after which a client that takes nothing more of its replay is given up
-_LOOK = 0.02  # seconds until the thread looks for replays, while nothing is published
-_APART = 1.0  # seconds between two snapshots: each costs the step's thread a walk through the tree
-_PAUSE = 64  # events of a snapshot after which the thread leaves the interpreter to the others
-_CLOSING = 1.0  # seconds for what is queued
+_BATCHES_PER_TURN = 256  # batches or replayed messages before the thread looks at the rest of its work
+_MAX_REPLAYS = 64  # replays at a time
+_REPLAY_STALL_SECONDS = 30.0  # seconds after which a client that takes nothing more of its replay is given up
+_REPLAY_POLL_SECONDS = 0.02  # seconds until the thread looks for replays, while nothing is published
+_SNAPSHOT_INTERVAL_SECONDS = 1.0  # seconds between two snapshots: each costs the step's thread a walk through the tree
+_EVENTS_PER_YIELD = 64  # events of a snapshot after which the thread leaves the interpreter to the others
+_CLOSE_SECONDS = 1.0  # seconds for what is queued
 
 
 # ---- the wire
@@ -109,7 +109,7 @@ class _Wire:
         packed = []
         for n, event in enumerate(events, 1):
             packed.append(msgspec.Raw(self._encode(self._event(event))))
-            if n % _PAUSE == 0:
+            if n % _EVENTS_PER_YIELD == 0:
                 time.sleep(0.0002)  # 0 would take the interpreter back before another thread has woken up
         return self._encode(_Batch(ts, packed, 0))
 
@@ -230,7 +230,7 @@ class KVEventPublisher:
         self._closing = True
         if self._thread is not None:
             self._queue.put(None)
-            self._thread.join(2 * _CLOSING)
+            self._thread.join(2 * _CLOSE_SECONDS)
             self._thread = None
 
     def stats(self) -> dict[str, int]:
@@ -273,19 +273,19 @@ class KVEventPublisher:
         while True:
             try:
                 if self._closing:
-                    end = end or time.monotonic() + _CLOSING
+                    end = end or time.monotonic() + _CLOSE_SECONDS
                     if self._queue.empty() or time.monotonic() > end:
                         break
                 self._turn()
             except Exception:
                 log.exception("KV events: an error in the publisher's thread; it goes on")
                 time.sleep(0.1)
-        self._context.destroy(linger=int(500 * _CLOSING))
+        self._context.destroy(linger=int(500 * _CLOSE_SECONDS))
 
     def _turn(self) -> None:
         """Wait for batches, and send them; then go on with replays."""
-        wait = 0.0 if self._replays and not self._stalled else None if self._router is None else _LOOK
-        for _ in range(_TURN):
+        wait = 0.0 if self._replays and not self._stalled else None if self._router is None else _REPLAY_POLL_SECONDS
+        for _ in range(_BATCHES_PER_TURN):
             try:
                 batch = self._queue.get(wait != 0, wait)
             except Empty:
@@ -303,7 +303,7 @@ class KVEventPublisher:
     def _handle(self, batch: _Queued) -> None:
         if batch.snapshot:
             self._asked = False
-            self._again = time.monotonic() + _APART
+            self._again = time.monotonic() + _SNAPSHOT_INTERVAL_SECONDS
         try:
             sent = _Sent(batch.sequence, self._wire.pack(batch.ts, batch.events))
         except Exception:  # a gap, as if it had been dropped
@@ -357,15 +357,15 @@ class KVEventPublisher:
     # ---- replays
 
     def _take_requests(self, router: zmq.Socket[bytes]) -> None:
-        for _ in range(_CLIENTS):
+        for _ in range(_MAX_REPLAYS):
             try:
                 *client, start = router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             if len(start) != 8 or not (len(client) == 1 or (len(client) == 2 and not client[1])):
                 self._tell("a replay request that is no sequence number in 8 bytes is passed over")
-            elif len(self._replays) + len(self._waiting) >= _CLIENTS:
-                self._tell(f"more than {_CLIENTS} replays at a time: some are not answered")
+            elif len(self._replays) + len(self._waiting) >= _MAX_REPLAYS:
+                self._tell(f"more than {_MAX_REPLAYS} replays at a time: some are not answered")
             else:
                 self._answer(tuple(client), int.from_bytes(start, "big"))
 
@@ -388,7 +388,7 @@ class KVEventPublisher:
         moved = False
         for replay in list(self._replays):
             try:
-                for _ in range(_TURN):
+                for _ in range(_BATCHES_PER_TURN):
                     if not replay.left:
                         router.send_multipart(self._frames(replay.client, b"", END, b""), zmq.NOBLOCK)
                         self._replays.remove(replay)
@@ -401,7 +401,7 @@ class KVEventPublisher:
                     replay.since = time.monotonic()
                 moved = True
             except zmq.Again:
-                if time.monotonic() - replay.since > _STALLED:
+                if time.monotonic() - replay.since > _REPLAY_STALL_SECONDS:
                     self._replays.remove(replay)
                     self._tell("a client takes no more of its replay: it is given up")
             except zmq.ZMQError:  # it has gone

@@ -10,8 +10,8 @@ from typing import Any
 
 from sapwood.cache import whole_number
 
-_MOST = 10_000_000  # batches, in any queue
-_JSON = 65_536  # characters
+_MAX_BATCHES = 10_000_000  # batches, in any queue
+_MAX_JSON_CHARACTERS = 65_536  # characters
 _TCP = re.compile(r"tcp://(\*|[^\s:/\[\]]+|\[[^\s\[\]]+\]):(\*|[0-9]{1,5})")
 _IPC = re.compile(r"ipc://[^\s\0]{1,100}")
 _WIDE = ("*", "0.0.0.0", "[::]", "[*]")
@@ -47,9 +47,9 @@ class KVEventsConfig:
             _endpoint("replay_endpoint", self.replay_endpoint)
             if self.replay_endpoint == self.endpoint and not self.endpoint.endswith(":*"):
                 raise ValueError(f"replay_endpoint must be another than endpoint, got {self.endpoint!r:.60} for both")
-        whole_number("buffer_steps", self.buffer_steps, 0, _MOST)
-        whole_number("hwm", self.hwm, 1, _MOST)
-        whole_number("max_queue_size", self.max_queue_size, 1, _MOST)
+        whole_number("buffer_steps", self.buffer_steps, 0, _MAX_BATCHES)
+        whole_number("hwm", self.hwm, 1, _MAX_BATCHES)
+        whole_number("max_queue_size", self.max_queue_size, 1, _MAX_BATCHES)
         whole_number("buffer_bytes", self.buffer_bytes, 0, 1 << 40)
         if self.first_sequence is not None:
             whole_number("first_sequence", self.first_sequence, 0, 1 << 62)
@@ -74,8 +74,8 @@ class KVEventsConfig:
     @classmethod
     def from_json(cls, text: str) -> KVEventsConfig:
         """From the JSON of the command line."""
-        if len(text) > _JSON:
-            raise ValueError(f"kv_events_config must have at most {_JSON} characters, got {len(text)}")
+        if len(text) > _MAX_JSON_CHARACTERS:
+            raise ValueError(f"kv_events_config must have at most {_MAX_JSON_CHARACTERS} characters, got {len(text)}")
         try:
             given = json.loads(text)
         except (ValueError, RecursionError) as error:

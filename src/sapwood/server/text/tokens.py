@@ -26,11 +26,11 @@ from sapwood.engine.detokenize import Detokenizer
 
 T = TypeVar("T")
 Ids = npt.NDArray[np.int32]
-_SHORT = 2000  # characters that are encoded at once, without a thread; and tokens that are decoded so
-_SLICE = 32768  # characters that are counted at once
+_INLINE_CHARACTERS = 2000  # characters that are encoded at once, without a thread; and tokens that are decoded so
+_SLICE_CHARACTERS = 32768  # characters that are counted at once
 _MOST_SEGMENTS = 16384
 _NICE = 10  # how much less the threads count than the event loop, where both want one core
-_KEPT = 64 << 20  # bytes of segments and their ids
+_SEGMENT_CACHE_BYTES = 64 << 20  # bytes of segments and their ids
 _TRIED = (
     "Hello world",
     " leading space",
@@ -89,8 +89,8 @@ class AsyncTokenizer:
     async def surely_more(self, text: str, most: int) -> bool:
         """Whether a text certainly has more than so many tokens, found without looking at all of it."""
         found = 0
-        for at in range(0, len(text), _SLICE):
-            (ids,) = await self._encoded([text[at : at + _SLICE]], False)
+        for at in range(0, len(text), _SLICE_CHARACTERS):
+            (ids,) = await self._encoded([text[at : at + _SLICE_CHARACTERS]], False)
             found += len(ids) // 4 - 16  # a cut makes a few more of them than there are
             if found > most:
                 return True
@@ -98,7 +98,7 @@ class AsyncTokenizer:
 
     async def decode_long(self, ids: Sequence[int]) -> str:
         """As `decode`, without holding up others."""
-        if len(ids) <= _SHORT:
+        if len(ids) <= _INLINE_CHARACTERS:
             return self.decode(ids)
         texts = await self.run(lambda: self.tokenizer.decode_batch([ids], skip_special_tokens=False))
         return texts[0]
@@ -121,16 +121,16 @@ class AsyncTokenizer:
         return np.frombuffer(b"".join([ids[piece] for piece in pieces]), np.int32)
 
     def _keep(self, piece: str, ids: bytes) -> None:
-        if len(ids) + 4 * len(piece) > _KEPT // 16 or piece in self._segments:
+        if len(ids) + 4 * len(piece) > _SEGMENT_CACHE_BYTES // 16 or piece in self._segments:
             return
         self._segments[piece] = ids
         self._size += len(ids) + 4 * len(piece)
-        while self._size > _KEPT:
+        while self._size > _SEGMENT_CACHE_BYTES:
             old, gone = self._segments.popitem(last=False)
             self._size -= len(gone) + 4 * len(old)
 
     async def _encoded(self, texts: list[str], add_special_tokens: bool) -> list[bytes]:
-        if sum(map(len, texts)) <= _SHORT:
+        if sum(map(len, texts)) <= _INLINE_CHARACTERS:
             return self._encode(texts, add_special_tokens)
         return await self.run(lambda: self._encode(texts, add_special_tokens))
 
