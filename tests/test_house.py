@@ -285,7 +285,7 @@ def test_a_chain_of_50_000_nodes():
 def test_a_chain_of_50_000_nodes_is_flushed():
     """A flush takes a path of 50,000 nodes apart under the request that reads it.
 
-    Mutation: `unhook` gathers the nodes below a root by calling itself.
+    Mutation: `detach_namespace` gathers the nodes below a root by calling itself.
     """
     flush_under_a_reader(50_000)
 

@@ -244,7 +244,7 @@ def test_an_ended_binding():
     Mutation: `unbind` does not mark the binding as ended (it would end twice).
     """
     cache = some_cache()
-    stays = cache.bind(BASE)
+    host_pins = cache.bind(BASE)
     binding = cache.bind(BASE)
     match = cache.match_prefix(binding, RAW)
     cache.unbind(binding)
@@ -256,7 +256,7 @@ def test_an_ended_binding():
         lambda: cache.admit(match, 8),
     ):
         refused(cache, message, call)
-    assert cache.stats()["namespaces"][0]["bound"] == 1 and stays.live
+    assert cache.stats()["namespaces"][0]["bound"] == 1 and host_pins.live
 
 
 @pytest.mark.parametrize("handle", [None, 7, "binding", object()])

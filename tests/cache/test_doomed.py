@@ -48,7 +48,7 @@ def test_p09_a_doomed_step_copies_a_snapshot_whose_namespace_is_gone():
     later = engine.submit("later", [*prompt, 5], max_tokens=3)
     engine.plan()
     assert later.cached == 16
-    (slot,) = later.lease.seed.values()
+    (slot,) = later.lease.start_snapshot.values()
     engine.cache.evict_namespace(BASE)
     engine.check()
     engine.fail()
@@ -112,8 +112,8 @@ def test_p09_a_request_that_began_on_promised_pages_lets_go_of_its_snapshot(over
         plan_with(engine, second)
     else:
         plan_with(engine, first, second)
-    assert second.cached == 16 and second.lease.seed
-    tree.evict_closed(1, tree.shelves[1].evictable)
+    assert second.cached == 16 and second.lease.start_snapshot
+    tree.evict_closed(1, tree.leaf_lrus[1].evictable)
     engine.check()
     assert node.alive and not node.host.count
     engine.fail()

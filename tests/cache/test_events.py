@@ -328,7 +328,7 @@ def test_e01_every_tier_speaks_for_itself():
 def test_e01_events_speak_of_one_group(groups, blocks):
     """Events tell of the first full group; where there is none, of the first group, a snapshot being its last block.
 
-    Mutation: `Tree.told` is always 0.
+    Mutation: `Tree.announced_group` is always 0.
     """
     engine, router = telling(*groups), Router(closed=blocks > 1)
     prompt = toks(1, 26)
@@ -341,7 +341,7 @@ def test_e01_events_speak_of_one_group(groups, blocks):
 def test_e01_a_forgotten_namespace_is_removed_block_by_block():
     """Evicting a namespace removes all it had announced in both tiers, children first, and nothing of others.
 
-    Mutation: `unhook` does not tell, or walks parents before children.
+    Mutation: `detach_namespace` does not tell, or walks parents before children.
     """
     tenant = SPACES["salt"]
     engine, router = telling(full(24, 24)), Router()
@@ -432,7 +432,7 @@ def test_e02_a_split_says_nothing_and_keeps_all_hashes():
 def test_e03_a_device_copy_comes_and_goes_while_host_keeps_its_own(groups, loaded):
     """Device eviction of what host has removes the GPU blocks alone; loading back announces those that came again.
 
-    Mutation: `_land_on_device` does not announce; `_drop_closed`, `drop_loose` or `drop_slot` tells of both tiers.
+    Mutation: `_land_on_device` does not announce; `_drop_closed`, `drop_sliding` or `drop_slot` tells of both tiers.
     """
     engine, router = telling(*groups, save="through"), Router(closed=groups[0].family == "full")
     prompt = toks(1, 26)
@@ -482,7 +482,7 @@ def test_e03_a_load_that_fails_announces_nothing():
 def test_e01_replaying_random_traffic_rebuilds_the_tree(layout):
     """After any traffic, what a strict router has put together from events is what the tree holds, tier by tier.
 
-    Mutation: `Tree.truncate` keeps the hashes of what it cut; `drop_slot` or `drop_loose` tells nothing.
+    Mutation: `Tree.truncate` keeps the hashes of what it cut; `drop_slot` or `drop_sliding` tells nothing.
     """
     rng = random.Random(layout)
     groups = LAYOUTS[layout](3, 3)

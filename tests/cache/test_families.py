@@ -947,7 +947,7 @@ def test_f15_a_snapshot_about_to_be_copied_is_not_given_away():
 def test_f15_a_snapshot_under_copy_survives_the_eviction_of_its_namespace():
     """A namespace that is forgotten while a copy from its snapshot is planned keeps that slot until the step is done.
 
-    Mutation: `unhook` frees a page that has one reader.
+    Mutation: `detach_namespace` frees a page that has one reader.
     """
     engine = engine_of(full(64), state(3))
     engine.run("first", toks(1, 9))
@@ -1221,7 +1221,7 @@ def family_on_host(engine: Engine) -> tuple[list[int], list[int], list[int]]:
 def test_f19_host_gives_up_children_before_the_parent_they_need():
     """Host pressure takes the branches of a trunk first, though the trunk was written back before them.
 
-    Mutation: `Tree.evict_closed` does not skip nodes with `kids`.
+    Mutation: `Tree.evict_closed` does not skip nodes with `backed_children`.
     """
     engine = engine_of(full(12, 4))
     trunk, left, right = family_on_host(engine)
@@ -1265,7 +1265,8 @@ def test_f19_a_parent_in_use_keeps_its_children_on_host_within_reach():
 def test_f19_nothing_in_any_tier_becomes_unreachable(seed):
     """After random traffic with saves that fail or come late, whatever a tier holds can be reached from the root.
 
-    Mutation: `Tree._evict_tail` does not call `prune_below`; `Tree.evict_closed` does not skip nodes with `kids`.
+    Mutation: `Tree._evict_tail` does not call `prune_below`; `Tree.evict_closed` does not skip nodes with
+    `backed_children`.
     """
     rng = random.Random(seed)
     engine = engine_of(full(10, 7), *([state(4, 3)] if seed % 2 else []))

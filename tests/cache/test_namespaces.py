@@ -215,7 +215,7 @@ def test_l03_a_namespace_that_has_lost_all_but_its_tokens_matches_depth_0(layout
 def test_l05_unloading_frees_device_and_host_at_once(layout):
     """Unloading an adapter nobody uses frees all its pages on device and host at once, and touches nobody else's.
 
-    Mutation: `unhook` releases the pages of the device tier only.
+    Mutation: `detach_namespace` releases the pages of the device tier only.
     """
     engine = engine_of(*LAYOUTS[layout](), save="through")
     prompt = toks(1, 13)
@@ -238,7 +238,8 @@ def test_l05_what_a_request_holds_goes_when_it_ends(layout):
     """Unloading an adapter in use frees at once what no request holds (its host copies, its other prompts), and the
     rest with the last request, which ends with right output and is found by nobody new.
 
-    Mutation: `unhook` keeps host pages nobody reads; or `Lease.detach` takes no readers for the closed pages it holds.
+    Mutation: `detach_namespace` keeps host pages nobody reads; or `Lease.detach` takes no readers for the closed pages
+    it holds.
     """
     engine = engine_of(*LAYOUTS[layout](), save="through")
     engine.run("old", toks(2, 9), ns=ADAPTER_A)
@@ -284,7 +285,7 @@ def test_l06_unloading_takes_back_every_announcement(layout, running):
     """Unloading emits BlockRemoved for all that was announced, children first, in both tiers; loading the adapter again
     announces it afresh.
 
-    Mutation: `evict_namespace` unhooks silently; or `unhook` tells parents before children.
+    Mutation: `evict_namespace` unhooks silently; or `detach_namespace` tells parents before children.
     """
     engine = engine_of(*LAYOUTS[layout](), save="through", events=True)
     prompt = toks(1, 13)
@@ -407,7 +408,7 @@ def test_l12_thousands_of_salts_leave_nothing_behind():
 def longest_queue(engine: Engine) -> int:
     """The most entries an eviction queue has, those of nodes that are gone included."""
     tree = engine.cache._tree
-    heaps = [shelf.heap for shelf in tree.shelves]
+    heaps = [lru.heap for lru in tree.leaf_lrus]
     heaps += [heap for queue in tree.queues.values() for heap in queue.heaps]
     return max(len(heap) for heap in heaps)
 
@@ -441,7 +442,7 @@ def test_l12_what_thousands_have_computed_is_bounded_by_the_pool(layout):
 def test_l12_hundreds_of_adapters_loaded_and_unloaded_leave_nothing_behind(layout):
     """Adapters that were used and unloaded leave no root, no page, no ghost, no unhooked namespace and no long queues.
 
-    Mutation: `unhook` keeps the root in `unhooked` although nobody holds it; or `Tree.leave_queues` and
+    Mutation: `detach_namespace` keeps the root in `detached_roots` although nobody holds it; or `Tree.leave_queues` and
     `PageEvictionQueue.lost` never throw out the entries of nodes that are gone.
     """
     engine = engine_of(*LAYOUTS[layout](), save="through")

@@ -211,7 +211,8 @@ def test_what_is_adopted_counts_beyond_what_was_computed_and_once_it_is_used() -
     retracted before it has used them, they are not; and when it comes back, finds nothing and takes over all five, only
     those three are.
 
-    Mutation: `adopt` counts all that it passes, or does not call `_computed`; `retract` does not call `_begins`.
+    Mutation: `adopt` counts all that it passes, or does not call `_computed`; `retract` does not call
+    `_replace_provisional_hit`.
     """
     cache, bob, prompt = opened(full(16))
 
@@ -329,7 +330,7 @@ register_family("patient window", PatientWindow)
 
 
 @pytest.mark.parametrize(
-    ("group", "patient"),
+    ("group", "waits_for_real"),
     [
         (full(64), False),
         (CacheGroup("full", "patient full", 64), True),
@@ -338,7 +339,7 @@ register_family("patient window", PatientWindow)
     ],
     ids=["full", "patient full", "window", "patient window"],
 )
-def test_a_family_says_whether_promised_pages_can_be_read(group: CacheGroup, patient: bool) -> None:
+def test_a_family_says_whether_promised_pages_can_be_read(group: CacheGroup, waits_for_real: bool) -> None:
     """While a prompt is being computed, its pages are offered to others only if the family can read them early; once
     they are real they are offered by every family, and contents are right either way.
 
@@ -349,7 +350,7 @@ def test_a_family_says_whether_promised_pages_can_be_read(group: CacheGroup, pat
     engine.submit("ann", prompt, 4)
     engine.plan()
     match = engine.cache.match_prefix(engine.cache.bind(BASE), token_bytes(prompt))
-    assert match.start == (0 if patient else 16)
+    assert match.start == (0 if waits_for_real else 16)
     bob = engine.submit("bob", prompt, 4)
     engine.plan()
     engine.done()

@@ -50,22 +50,22 @@ def test_f01_readers_are_counted_as_a_dict_would(seed):
         kind = rng.choice([TREE, UNHOOKED])
         there = [page for page, owner in model.owner.items() if owner == kind]
         pages = rng.sample(there, min(len(there), rng.choice([1, 2, 9, 20])))
-        unhooked = kind == UNHOOKED
+        detached_roots = kind == UNHOOKED
         if rng.random() < (0.7 if turn % 200 < 100 else 0.3):
-            if unhooked:
+            if detached_roots:
                 pool.read(np.array(pages, np.int32))
             for page in pages:
-                if not unhooked:
+                if not detached_roots:
                     pool.read_one(page)
                 model.reads[page] += 1
         else:
             pages = [page for page in pages if model.reads[page]]
-            if unhooked:
+            if detached_roots:
                 pool.unread(np.array(pages, np.int32))
             for page in pages:
                 model.reads[page] -= 1
                 idle = model.owner[page] == TREE and not model.reads[page]
-                assert unhooked or pool.unread_one(page) == idle
+                assert detached_roots or pool.unread_one(page) == idle
                 if model.owner[page] == UNHOOKED and not model.reads[page]:
                     model.owner[page] = FREE
                     freed += 1

@@ -10,8 +10,8 @@ from .driver import BASE, Engine, full, state, toks, window
 from .stories import all_free, hit, save
 
 
-def quiet(engine: Engine) -> int:
-    return len(engine.cache._tree.quiet)
+def uncounted(engine: Engine) -> int:
+    return len(engine.cache._tree.uncounted)
 
 
 @pytest.mark.parametrize("groups", [(full(40), window(8, 12)), (window(8, 12),)], ids=["full+window", "window"])
@@ -24,11 +24,11 @@ def test_f10_who_reads_quietly_is_counted_before_anything_goes(groups):
     one = engine.submit("one", toks(1, 12), max_tokens=30)
     engine.plan()
     engine.done()
-    assert quiet(engine) == 1 and not one.lease.counted
+    assert uncounted(engine) == 1 and not one.lease.counted
     pages, g = engine.pages("window"), len(groups) - 1
     (window_read,) = one.lease.reading(g)
     idle = pages["tree"] - (window_read[1] - window_read[0])
-    assert engine.cache.available()[g] == pages["free"] + idle and one.lease.counted and not quiet(engine)
+    assert engine.cache.available()[g] == pages["free"] + idle and one.lease.counted and not uncounted(engine)
     engine.run("many", toks(2, 33), chunk=16)
     engine.idle()  # the content double complains if a page of `one` was given away
     assert one.ended == "length"
@@ -78,7 +78,7 @@ def test_f10_asking_for_a_snapshot_slot_counts_no_window():
     engine.plan()
     engine.done()
     engine.run("second", toks(3, 9))
-    assert quiet(engine) == 1
+    assert uncounted(engine) == 1
     engine.idle()
     all_free(engine)
 
@@ -96,12 +96,12 @@ def test_f10_a_save_reads_quietly_and_keeps_its_pages():
         engine.done()
         spans += engine.spans
     (op,) = save(engine, spans)
-    assert quiet(engine) == 1
+    assert uncounted(engine) == 1
     other = engine.submit("other", toks(2, 17))
     for _ in range(8):
         if engine.plan(4):
             engine.done()
-    assert not quiet(engine) and other.ended == "length"
+    assert not uncounted(engine) and other.ended == "length"
     engine.land(op)  # the content double complains if what it reads was given away
     engine.idle()
     all_free(engine)

@@ -52,7 +52,7 @@ class Wood:
                 reads = node.device.reads[0]
                 here = [self.reads[self.at(branch, node.start + i)] for i in range(node.n)]
                 kept = list(reads or bytes(node.n))
-                for (_, column), more in (node.device.crowds or {}).items():
+                for (_, column), more in (node.device.reader_overflow or {}).items():
                     kept[column - node.start] += more
                 assert kept == here
                 pages = np.frombuffer(bytes(node.device.pages[0]), np.int32).tolist()
@@ -107,7 +107,7 @@ def test_f10_readers_of_columns_are_counted_as_a_dict_would(seed):
         unread(wood.tree, wood.ends[branch], DEVICE, 0, low, high)
     wood.reads.clear()
     wood.agrees()
-    assert not any(node.device.crowds for end in wood.ends for node, _, _ in wood.tree.cover(end, 0, end.end))
+    assert not any(node.device.reader_overflow for end in wood.ends for node, _, _ in wood.tree.cover(end, 0, end.end))
 
 
 def test_f10_a_reader_that_is_not_there_cannot_leave():

@@ -269,7 +269,8 @@ def test_m07_pages_go_when_the_last_reader_ends(layout):
 def test_m07_an_unhooked_prefix_goes_with_its_last_reader(layout):
     """The pages of an evicted namespace are freed when the last of its readers ends, and not before.
 
-    Mutation: `unhook` releases pages that have readers (double free), or `PagePool.unread` keeps unhooked ones.
+    Mutation: `detach_namespace` releases pages that have readers (double free), or `PagePool.unread` keeps unhooked
+    ones.
     """
     engine = engine_of(*SHARED[layout]())
     prefix = toks(1, 16)

@@ -80,7 +80,7 @@ def test_e01_windows_with_holes_are_told_run_by_run():
     known = hashes_of(engine, prompt)
     tree = engine.cache._tree
     (node,) = tree.roots[BASE].top.children.values()
-    tree.drop_loose(node, 0, 0, range(3, 6))  # as eviction takes what stands between windows
+    tree.drop_sliding(node, 0, 0, range(3, 6))  # as eviction takes what stands between windows
     held = held_events(engine.cache)
     assert summary(held) == [("stored", "GPU", known[:3]), ("stored", "GPU", known[6:])]
     assert [event.parent_block_hash for event in held] == [None, known[5]]

@@ -140,7 +140,7 @@ def test_t02_lookups_of_one_plan_share_a_job_and_have_answers_of_their_own(tmp_p
     """
     for keys, jobs in ((1024, 1), (12, 2)):
         machine = fetching(tmp_path / str(keys))
-        monkeypatch.setattr(tiers, "_KEYS", keys)
+        monkeypatch.setattr(tiers, "_MAX_LOOKUP_PAGES", keys)
         for at, prompt in enumerate([toks(31, 6 * PAGE + 1), toks(32, 6 * PAGE + 1), PROMPT, toks(33, 6 * PAGE + 1)]):
             machine.submit(f"r{at}", prompt)
         before = machine.store.stats()["submitted"]

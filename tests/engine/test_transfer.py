@@ -45,7 +45,7 @@ def moving(request, monkeypatch):
     name, way = request.param
     backend = need(name)
     if name == "numpy" and way != "by size":
-        monkeypatch.setattr(transfer, "LONG_RUN", 0 if way == "by run" else 1 << 40)
+        monkeypatch.setattr(transfer, "LONG_RUN_BYTES", 0 if way == "by run" else 1 << 40)
     if name == "cuda" and way == "by run":
         monkeypatch.setattr(transfer_torch(), "batch_copy", lambda: None)
     if name == "torch" and way == "at once":

@@ -51,7 +51,7 @@ def test_s15_a_submit_to_a_resting_engine_is_planned_at_once(monkeypatch):
 
     def store():
         while not over.is_set():
-            loop.tiers._bell.ring()
+            loop.tiers._wakeup.ring()
             time.sleep(0)
 
     threads = [threading.Thread(target=engine), threading.Thread(target=store)]

@@ -229,7 +229,7 @@ def test_a_step_that_memory_does_not_suffice_for_is_tried_smaller(name, tmp_path
                 right = model_of(name)(torch.tensor([tokens])).logits[0].log_softmax(-1)
             assert np.allclose(told, right[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0], atol=1e-3)
         monkeypatch.setattr(steps.ServedModel, "logits", served)
-        monkeypatch.setattr(steps, "_FITTED", 3)
+        monkeypatch.setattr(steps, "_STEPS_BEFORE_GROWTH", 3)
         llm.generate(ids(prompts[0]), GREEDY, use_tqdm=False)
         assert llm.engine.executor.most >= 64, "what took the memory is over"
     assert (name in STATEFUL) == (name == "bamba")
@@ -250,7 +250,7 @@ def test_a_model_that_attends_by_itself_takes_no_more_memory_than_it_may(tmp_pat
         return asked[-1]
 
     monkeypatch.setattr(GatheringCache, "mask", mask)
-    monkeypatch.setattr(steps, "_GATHERED", most)
+    monkeypatch.setattr(steps, "_MAX_GATHERED_SCORES", most)
     with open_llm(tmp_path, max_num_batched_tokens=200) as llm:
         outputs = llm.generate([*map(ids, prompts)], replace(GREEDY, prompt_logprobs=0), use_tqdm=False)
     assert said(outputs) == [answer("gptj", tokens, 8) for tokens in prompts]

@@ -148,7 +148,7 @@ def test_every_row_gets_what_it_asked_for(dtype):
     plain float64, gets from the same logits and the same random number.
 
     Mutation: in `_choose`, `_penalise` before `_edit`; `_filter` with top_p of all that top_k left out too; a column of
-    another row; `early` tokens not masked; `before % _RECENT` off by one.
+    another row; `early` tokens not masked; `before % _RECENT_TOKENS` off by one.
     """
     rng = random.Random(str(dtype))
     sampler = new_sampler()
@@ -360,7 +360,7 @@ def test_retraction_and_failed_steps_change_nothing(which):
     overlap), are those of a run without either.
 
     Mutation: `_count` forgets `generated`, or `prompt`; `_remember` forgets `generated`; `_go_back` leaves the
-    counts; `_RECENT` is 8.
+    counts; `_RECENT_TOKENS` is 8.
     """
     words = tuple((a, b) for a in range(9) for b in range(9) if a != b) + ((4, 4, 4, 4, 4, 4, 4, 4), (1,))
     asked = Asked(SamplingParams(seed=5, **LOOKING_BACK[which]), [1, 7, 7, 50], words)

@@ -58,7 +58,7 @@ def test_l04_unloading_an_adapter_under_its_requests(layout):
     end with the right answers and find nothing of each other's; who comes after finds nothing of theirs; when the last
     has ended, nothing of the old is left.
 
-    Mutation: `evict_namespace` does not call `unhook`.
+    Mutation: `evict_namespace` does not call `detach_namespace`.
     """
     run = Run(*groups_of(layout, 16, pages=60), budget=40)
     prompt = toks(1, 40)
@@ -112,7 +112,7 @@ def test_l09_at_most_max_loras_adapters_in_a_batch(mixed, most):
     """No batch has more different adapters than `max_loras`, in prefill and decode; all get their turn; requests of the
     base model are in the first batch.
 
-    Mutation: `AdapterCap.lets_in` always says yes; or the gate of a plan does not know the adapters that decode.
+    Mutation: `AdapterCap.admits_new` always says yes; or the gate of a plan does not know the adapters that decode.
     """
     run = Run(full(200), max_loras=most, mixed=mixed, budget=256)
     crowd(run, toks(1, 20), [A, B, C, D, A, B, BASE, C, D, BASE], 6)
@@ -137,7 +137,7 @@ def test_l09_no_cap():
 def test_l09_a_retry_keeps_the_cap():
     """The halves of a failed step, and what follows them, keep it too.
 
-    Mutation: `AdapterCap.lets_in` always says yes.
+    Mutation: `AdapterCap.admits_new` always says yes.
     """
     run = Run(full(200), max_loras=2, budget=256)
     crowd(run, toks(1, 20), [A, B, A, B, C, D], 6)
@@ -154,7 +154,7 @@ def test_l09_base_requests_are_never_put_off():
     """While adapters wait for each other, the base model runs at once, also behind a gate that was closed for somebody
     who has waited long enough.
 
-    Mutation: `AdapterCap.lets_in` looks at `closed` before it looks whether there is an adapter.
+    Mutation: `AdapterCap.admits_new` looks at `closed` before it looks whether there is an adapter.
     """
     run = Run(full(200), max_loras=1, max_overtaken=0)
     run.submit("a", toks(1, 20), 60, namespace=A)

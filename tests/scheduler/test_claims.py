@@ -75,7 +75,7 @@ def test_t17_what_was_fetched_stays_while_its_request_waits(layout):
 @each_layout
 def test_t17_without_a_claim_it_would_be_gone(layout, monkeypatch):
     """The same story where nothing stays: so the one above is about something."""
-    monkeypatch.setattr(HybridPrefixCache, "begin_stay", lambda *_: (0, False))
+    monkeypatch.setattr(HybridPrefixCache, "pin_on_host", lambda *_: (0, False))
     shop = Shop(layout, depot=stocked(layout), host=14, batch=1)
     busy(shop, 5)
     land_fetches(shop, RequestSpec("ann", PROMPT, 1))

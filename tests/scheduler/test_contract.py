@@ -468,7 +468,7 @@ def test_s08_a_step_with_nothing_to_do_says_so(layout):
     again changes nothing. After a submit, and after the event that gives pages back, the next plan has the work.
 
     Mutation: `next_plan` does not look at `book.flight`; or `Planner._admit` gives a request that did not fit no second
-    look before `_LOOK_AGAIN` plans, although room was made.
+    look before `_RETRY_AFTER_PLANS` plans, although room was made.
     """
     run = Run(*groups_of(layout, 16, pages=9, slots=2), headroom=0)
     empty = run.scheduler.next_plan()

@@ -98,7 +98,7 @@ class Rows:
         for request in aborted:
             del known[request]
             self.over(request)
-        self.end(decoding.stopped() if decoding.listens else [], self.stopped())
+        self.end(decoding.stopped() if decoding.has_eos_rows else [], self.stopped())
         self.end(decoding.used_up() if decoding.tick in decoding.ending else [], self.used_up())
 
     def stopped(self) -> list[Request]:

@@ -211,7 +211,7 @@ def test_s13_a_row_that_fails_beyond_its_first_chunk_ends_as_failed(layout, over
     """A prompt of several chunks, the second of which always fails. A model with state goes back to its beginning every
     time, and its first chunk succeeds every time: the tries count all the same, and the others are served.
 
-    Mutation: `Request.computes` forgets tries at any progress; `Planner.strike` lets go of a row that has not got
+    Mutation: `Request.computes` forgets tries at any progress; `Planner.drop_retried` lets go of a row that has not got
     beyond where it failed.
     """
     for others in (0, 3):
@@ -237,7 +237,7 @@ def test_s13_every_second_step_fails(layout, overlap):
     """Or every third, whoever is in it. Everybody ends, done or failed, in bounded work: a row that others' failures
     take back again and again uses up no try by that, but what it computes again gives it none back either.
 
-    Mutation: `Request.computes` forgets tries at any progress; `Planner.strike` lets go of a row that has not got
+    Mutation: `Request.computes` forgets tries at any progress; `Planner.drop_retried` lets go of a row that has not got
     beyond where it failed.
     """
     for mixed in (True, False):

@@ -150,7 +150,7 @@ def test_f11_a_chat_that_merely_goes_on_is_not_cut_where_it_ended(layout):
 def test_f11_a_chat_whose_snapshot_is_far_is_cut_where_it_ended(layout):
     """The checkpoint of a turn is more than a few pages before its end: the next turn leaves one there for others.
 
-    Mutation: `Matcher._cuts` leaves out `depth` wherever a chat goes on (`_NEAR` is a great number).
+    Mutation: `Matcher._cuts` leaves out `depth` wherever a chat goes on (`_NEAR_PAGES` is a great number).
     """
     run = Run(*groups_of(layout, 16, pages=300), checkpoint_interval=1000, every=4)
     run.run("one", toks(1, 40), 200)  # 239 are computed: fourteen pages, and the only snapshot at the second
@@ -194,7 +194,7 @@ def test_f15_a_snapshot_that_is_about_to_be_copied_stays(layout):
 def test_f15_a_step_with_a_copy_fails(layout):
     """The step that copies a snapshot fails: the snapshot is still there, and the row starts from it again.
 
-    Mutation: `Follower.reseed` leaves the lease opened (its state would go on as garbage).
+    Mutation: `Follower.start_from_snapshot` leaves the lease opened (its state would go on as garbage).
     """
     run = Run(*groups_of(layout, 16, pages=100, slots=4))
     prompt = toks(1, 40)

@@ -191,7 +191,8 @@ def test_s01_nobody_waits_for_one_that_waits_for_a_snapshot(overlap):
 def test_l11_base_rows_and_decode_rows_go_on_while_the_gate_is_closed(overlap):
     """Ann waits for a place under the cap: base requests come in, rows that decode with B go on, no new one enters.
 
-    Mutation: `AdapterCap.lets_on` looks at `closed` first; `Planner._serve` holds back requests without an adapter.
+    Mutation: `AdapterCap.admits_decoding` looks at `closed` first; `Planner._serve` holds back requests without an
+    adapter.
     """
     run = Stream(full(400), max_loras=1, overlap=overlap, max_overtaken=3, batch=30, budget=400)
     a, b = adapter("a"), adapter("b")

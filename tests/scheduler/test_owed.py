@@ -171,7 +171,7 @@ def test_t12_only_so_much_is_remembered(monkeypatch):
 
     Mutation: `BackupRetries.add` drops the newest, or nothing.
     """
-    monkeypatch.setattr(module, "_MOST", 3)
+    monkeypatch.setattr(module, "_MAX_SPANS", 3)
     shop = Lab(pages=80, host=80)
     shop.tell(StoreUp(False))
     for n in range(5):

@@ -610,7 +610,7 @@ def test_the_time_of_a_grammar_is_that_of_a_processor(monkeypatch, compiles, sec
     Mutation: `_tried` waits for `seconds` by the clock; it sets no timer; it waits without an end.
     """
     monkeypatch.setattr(grammar_trial, "_compiled", compiles)
-    monkeypatch.setattr(grammar_trial, "_PATIENCE", patience)
+    monkeypatch.setattr(grammar_trial, "_WALL_TIMES_CPU", patience)
     assert grammar_trial._tried(None, "regex", "a", seconds)[:2] == [said, "" if said else "done"]
 
 

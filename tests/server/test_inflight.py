@@ -112,7 +112,7 @@ def test_memory_goes_back_to_the_system(monkeypatch):
     async def story() -> None:
         given_back = asyncio.Event()
         loop = asyncio.get_running_loop()
-        monkeypatch.setattr(inflight, "_SOON", 0.0)
+        monkeypatch.setattr(inflight, "_TRIM_DELAY_SECONDS", 0.0)
         monkeypatch.setattr(inflight, "give_back", lambda: loop.call_soon_threadsafe(given_back.set))
         budget = Inflight(2 * inflight._TRIM_BYTES)
         one, other = Somebody(budget), Somebody(budget)
@@ -377,7 +377,7 @@ def test_tokens_that_nobody_takes_are_told():
     async def story() -> None:
         generation, told = Told().generation(2, 3), list[int]()
         job = generation.job
-        job.holds, job.reads = told.append, generation.take
+        job.holds, job.on_tokens = told.append, generation.take
         for _ in range(1000):
             for lane in job.lanes:
                 lane.tokens.append(500)

@@ -119,7 +119,7 @@ def test_lines_are_written_without_being_asked_for(recorder_of, monkeypatch):
 
     Mutation: `_run` does not call `flush`; `finished` calls it.
     """
-    monkeypatch.setattr(record, "_EVERY", 0.01)
+    monkeypatch.setattr(record, "_FLUSH_SECONDS", 0.01)
     recorder = recorder_of()
     threads: list[threading.Thread] = []
     done = threading.Event()
@@ -235,10 +235,10 @@ def test_a_full_disk_costs_lines_and_no_more(recorder_of, full_disk, caplog):
 def test_prompts_that_wait_are_bounded(recorder_of, monkeypatch):
     """A disk that hangs does not fill the memory with prompts.
 
-    Mutation: `finished` does not look at `_WAITING`; `flush` does not count `_hashed`.
+    Mutation: `finished` does not look at `_MAX_WAITING_TOKENS`; `flush` does not count `_hashed`.
     """
-    monkeypatch.setattr(record, "_WAITING", 1000)
-    monkeypatch.setattr(record, "_EVERY", 1e6)
+    monkeypatch.setattr(record, "_MAX_WAITING_TOKENS", 1000)
+    monkeypatch.setattr(record, "_FLUSH_SECONDS", 1e6)
     recorder = recorder_of()
     with recorder._lock:
         for _ in range(10):
@@ -272,7 +272,7 @@ def test_what_is_remembered_of_blocks_is_bounded(recorder_of, monkeypatch):
 
     Mutation: `nearest` never calls `_forget`; or does not move what it has `_seen`.
     """
-    monkeypatch.setattr(record, "_KNOWN", 20)
+    monkeypatch.setattr(record, "_REMEMBERED_BLOCKS", 20)
     recorder = recorder_of()
     siblings = recorder._siblings
     for at in [*range(20), 0, *range(20, 30)]:

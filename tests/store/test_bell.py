@@ -18,7 +18,7 @@ SLOW = 5000  # of these, the first
 
 
 @pytest.fixture(params=["eventfd", "pipe"])
-def bell(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Wakeup:
+def wakeup(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Wakeup:
     """Of either kind: where the system has no eventfd it is a pipe."""
     if request.param == "pipe":
         monkeypatch.delattr(os, "eventfd", raising=False)
@@ -26,7 +26,7 @@ def bell(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Wak
 
 
 @pytest.mark.attack
-def test_s15_no_ring_is_lost(bell: Wakeup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s15_no_ring_is_lost(wakeup: Wakeup, monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread posts 10^5 numbers, and rings before and after each; the other clears, looks, and sleeps if there is
     nothing new. At first they take turns in the middle of `ring` and `clear`, and no number is posted before the last
     one was seen; then they go on as fast as they can. The sleeper is always woken, and in the end the bell is silent.
@@ -50,35 +50,35 @@ def test_s15_no_ring_is_lost(bell: Wakeup, monkeypatch: pytest.MonkeyPatch) -> N
     def ringing() -> None:
         nonlocal posted
         while posted < TIMES and not lost:
-            bell.ring()  # also when there is no news
+            wakeup.ring()  # also when there is no news
             if posted == seen or posted > SLOW:
                 posted += 1
-                bell.ring()
+                wakeup.ring()
 
     sleeper = select.poll()
-    sleeper.register(bell, select.POLLIN)
+    sleeper.register(wakeup, select.POLLIN)
     thread = threading.Thread(target=ringing)
     thread.start()
     while seen < TIMES and not lost:
-        bell.clear()
+        wakeup.clear()
         lost = seen == posted and not sleeper.poll(5000)
         seen = posted
     thread.join()
     assert not lost, f"after {seen} of {TIMES}"
-    bell.clear()
+    wakeup.clear()
     assert not sleeper.poll(0), "nobody rings any more"
 
 
-def test_s15_a_bell_that_nobody_clears(bell: Wakeup) -> None:
+def test_s15_a_bell_that_nobody_clears(wakeup: Wakeup) -> None:
     """Ringing never waits, however often; one `clear` is enough for all of it, and one more does not wait either.
 
     Mutation: the file blocks; `clear` reads less than all there is.
     """
     for _ in range(TIMES):
-        bell.ring()
+        wakeup.ring()
     sleeper = select.poll()
-    sleeper.register(bell, select.POLLIN)
+    sleeper.register(wakeup, select.POLLIN)
     assert sleeper.poll(0)
-    bell.clear()
+    wakeup.clear()
     assert not sleeper.poll(0)
-    bell.clear()
+    wakeup.clear()

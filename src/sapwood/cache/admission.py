@@ -73,7 +73,7 @@ class Admission:
         if depth < boundary:
             self._load_closed(path, depth, boundary, load, joined)
             depth = boundary
-        for g in tree.loose:
+        for g in tree.sliding:
             spans[g] = tree.families[g].columns(boundary, match.length)
             tables[g] = path.device_pages(g, spans[g], boundary)
             if tree.has_host:
@@ -89,7 +89,7 @@ class Admission:
                     self._load_one(g, boundary - 1, node.host.pages[g][boundary], load, joined)
         columns = 0 if load or joined else -(-upto // tree.page_size)
         need = {g: max(0, columns - depth) for g in tree.closed}
-        for g in tree.loose:
+        for g in tree.sliding:
             if columns and depth > boundary and (tree.families[g].reads_promised or not tree.promises):
                 more = path.device_run(g, boundary, depth)
                 if more:
@@ -107,7 +107,7 @@ class Admission:
         tree = self.tree
         pinned = self._would_pin(match.path, wish.depth)
         less = dict.fromkeys(tree.closed, pinned)
-        for g in tree.loose:
+        for g in tree.sliding:
             if need[g] <= tree.pools[DEVICE][g].free and match.sibling is None:
                 continue  # it is there without eviction
             count_all(tree)
@@ -233,7 +233,7 @@ class Admission:
         for g in tree.closed:
             if most > pools[g].free:
                 return None
-        windows = self._windows_here(match, depth, columns, keep) if tree.loose else ()
+        windows = self._windows_here(match, depth, columns, keep) if tree.sliding else ()
         if windows is None or (tree.slots and not self._slots_here(path, boundary)):
             return None
         lease, nodes = self._anchored(match, depth)
@@ -262,7 +262,7 @@ class Admission:
         free pages for the rest."""
         tree, boundary = self.tree, match.boundary
         windows = []
-        for g in tree.loose:
+        for g in tree.sliding:
             family = tree.families[g]
             spans = family.columns(boundary, match.length)
             if len(spans) > 1 or (spans and spans[0][1] != boundary):
@@ -280,12 +280,12 @@ class Admission:
         tree = self.tree
         place = path.holding(boundary).device if boundary else None
         for g in tree.slots:
-            pool, seed = tree.pools[DEVICE][g], 0
+            pool, start_snapshot = tree.pools[DEVICE][g], 0
             if place is not None:
-                seed = (place.pages[g] or _NO_SLOTS).get(boundary, 0)
-                if not seed:
+                start_snapshot = (place.pages[g] or _NO_SLOTS).get(boundary, 0)
+                if not start_snapshot:
                     return False
-            if not pool.free and pool.idle <= (seed > 0 and not pool.readers[seed]):
+            if not pool.free and pool.idle <= (start_snapshot > 0 and not pool.readers[start_snapshot]):
                 return False
         return True
 
@@ -297,7 +297,7 @@ class Admission:
             place = tree.node_at(lease.node, boundary).device
             use_slot(place, boundary, tree.now)
             for g in tree.slots:
-                slot = lease.seed[g] = place.pages[g][boundary]
+                slot = lease.start_snapshot[g] = place.pages[g][boundary]
                 pools[g].read_one(slot)
         for g in tree.slots:
             if not pools[g].free:  # all that it reads is held: who goes now is somebody else's
@@ -323,7 +323,7 @@ class Admission:
         need = dict(wish.need)
         for g in tree.closed:
             need[g] += more
-        for g in tree.loose:
+        for g in tree.sliding:
             need[g] += keep.rows
         return need
 
@@ -333,7 +333,7 @@ class Admission:
             return 0
         tree, size = self.tree, self.tree.page_size
         fewer = upto
-        for g in tree.loose:
+        for g in tree.sliding:
             there = self.room.available(DEVICE, g) - less.get(g, 0) - keep.rows
             fewer = min(fewer, (len(wish.tables[g]) // 4 + there) * size)
         return fewer if match.start + keep.least <= fewer < upto else 0
@@ -370,8 +370,8 @@ class Admission:
                 use_slot(tree.node_at(lease.node, match.boundary).device, match.boundary, tree.now)
             for g, slot in wish.seeds.items():
                 tree.pools[DEVICE][g].read_one(slot)
-                lease.seed[g] = slot
-        for g in tree.loose:
+                lease.start_snapshot[g] = slot
+        for g in tree.sliding:
             self._read_loose(lease, g, wish)
         note_promises(tree, lease)
         if match.cuts:
@@ -394,17 +394,17 @@ class Admission:
             nodes = []
         lease = Lease(match.binding, node, depth, len(tree.groups))
         root.holders[lease] = None
-        if root.hooked:
+        if root.attached:
             tree.pin(node, DEVICE)
-            if tree.loose:
-                lease.counted, tree.quiet[lease] = False, None
+            if tree.sliding:
+                lease.counted, tree.uncounted[lease] = False, None
         else:
             lease.detached = True
-            tree.unhooked[root] = None
+            tree.detached_roots[root] = None
         start = match.boundary * tree.page_size
         lease.boundary = match.boundary
         lease.length = match.length
-        lease.prompt_end = match.length // tree.page_size if tree.loose else 0
+        lease.prompt_end = match.length // tree.page_size if tree.sliding else 0
         lease.start = start if start < match.length else match.length - 1
         return lease, nodes
 
@@ -457,7 +457,7 @@ class Admission:
             node = node.parent
         for g in tree.closed:
             costs[g] = closed
-        for g in tree.loose:
+        for g in tree.sliding:
             costs[g] = 1
         return costs
 
@@ -467,7 +467,7 @@ class Admission:
         ((node, at, _),) = tree.cover(sibling.node, sibling.column, sibling.column + 1)
         pages = {(DEVICE, g): bytes(node.device.pages[g][4 * at : 4 * at + 4]) for g in tree.paged}
         where = (sibling.column, sibling.column + 1)
-        spans = {(DEVICE, g): [where] for g in tree.loose}
+        spans = {(DEVICE, g): [where] for g in tree.sliding}
         lease.source = hold(tree, sibling.node, (DEVICE,), where, pages, spans)
         lease.copied = sibling.tokens
         lease.start += sibling.tokens

@@ -84,7 +84,7 @@ def _digest_above(tree: Tree, node: Node) -> bytes | None:
 
 def tell_removed(tree: Tree, node: Node, tier: int, columns: range | Ids) -> None:
     """Announce that pages of `node` (counted from its start) leave a tier, the deepest first."""
-    if not len(columns) or not node.root.hooked:
+    if not len(columns) or not node.root.attached:
         return
     hashes = ensure_hashes(node, int(columns[-1]) + 1, tree.page_bytes)
     rows = np.frombuffer(bytes(hashes), np.uint8).reshape(-1, 32)

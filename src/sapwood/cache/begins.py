@@ -29,13 +29,13 @@ NEAR_TOKENS: Final = 512
 
 def reach(tree: Tree, g: int) -> int:
     """How many pages before the place where a request begins can be worth something. 0: all are worth the same."""
-    window = tree.families[g].treasures()
+    window = tree.families[g].protected_tail_pages()
     return window + -(-NEAR_TOKENS // tree.page_size) if window else 0
 
 
 def worth(tree: Tree, g: int, node: Node) -> npt.NDArray[np.uint8]:
     """By page of `node`: what it is worth to requests that begin in it or below."""
-    window = tree.families[g].treasures()
+    window = tree.families[g].protected_tail_pages()
     found = np.zeros(node.n, np.uint8)
     far = reach(tree, g)
     start, end, prompt = node.start, node.start + node.n, node.prompt_end

@@ -24,10 +24,10 @@ _HASHED_PAGES = 3000  # verify the hashes of trees up to this size
 
 
 def check(
-    tree: Tree, loads: Loads, stored: StoreFetches, stays: HostPins, steps: StepCommits, leases: dict[Lease, None]
+    tree: Tree, loads: Loads, stored: StoreFetches, host_pins: HostPins, steps: StepCommits, leases: dict[Lease, None]
 ) -> None:
     """Raise AssertionError with what is wrong."""
-    _Check(tree, loads, stored, stays, steps, leases).run()
+    _Check(tree, loads, stored, host_pins, steps, leases).run()
 
 
 class _Check:
@@ -36,14 +36,14 @@ class _Check:
         tree: Tree,
         loads: Loads,
         stored: StoreFetches,
-        stays: HostPins,
+        host_pins: HostPins,
         steps: StepCommits,
         leases: dict[Lease, None],
     ) -> None:
         self.tree = tree
         self.loads = loads
         self.stored = stored
-        self.stays = stays
+        self.host_pins = host_pins
         self.steps = steps
         self.leases = leases
         self.owner = [[np.zeros(p.capacity + 1, np.uint8) for p in row] for row in tree.pools]
@@ -56,13 +56,13 @@ class _Check:
     def run(self) -> None:
         tree = self.tree
         for namespace, root in tree.roots.items():
-            assert root.hooked and root.namespace == namespace, f"{namespace}: root is not hooked under its own name"
+            assert root.attached and root.namespace == namespace, f"{namespace}: root is not hooked under its own name"
             assert root.bound or root.holders or root.top.children, f"{namespace}: empty and not forgotten"
             self._shape(root)
         promises = sum(len(flight.promises) for flight in self.steps.flights.values())
         assert tree.promises == promises, f"{promises} promises are in flight, {tree.promises} are counted"
         assert tree.nodes == len(self.below), f"{len(self.below)} nodes stand, {tree.nodes} are counted"
-        for root in [*tree.roots.values(), *tree.unhooked]:
+        for root in [*tree.roots.values(), *tree.detached_roots]:
             for holder in root.holders:
                 if isinstance(holder, Lease):
                     self._lease(holder)
@@ -170,19 +170,19 @@ class _Check:
         owner = FLIGHT if lease.ended else LEASE
         for g, slot in lease.working.items():
             self._own(DEVICE, g, np.array([slot], np.int32), owner, name)
-        for g, slot in lease.seed.items():
+        for g, slot in lease.start_snapshot.items():
             self.readers[DEVICE][g][slot] += 1
         for g in tree.paged:
             self._own(DEVICE, g, lease.private(g), owner, name)
             columns, ids = lease.adopted(g)
             if lease.detached:
                 np.add.at(self.readers[DEVICE][g], ids, 1)
-            elif g in tree.loose and lease.counted:
+            elif g in tree.sliding and lease.counted:
                 self._reads(lease.node, DEVICE, g, lease.reading(g))
             if not lease.detached:
                 self._follows(lease, g, columns, ids)
         if lease.detached:
-            assert not lease.root.hooked, "a lease is detached from a namespace that is there"
+            assert not lease.root.attached, "a lease is detached from a namespace that is there"
             return
         assert lease.node.end == lease.depth, f"lease at {lease.depth} is anchored at {self._at(lease.node)}"
         self.pins[DEVICE][lease.node] += 1
@@ -220,23 +220,23 @@ class _Check:
 
     def _quiet(self) -> None:
         """Those that are not counted as readers are those that will be."""
-        roots = [*self.tree.roots.values(), *self.tree.unhooked]
-        quiet = {holder for root in roots for holder in root.holders if not holder.counted}
-        assert quiet == set(self.tree.quiet), "the readers that are not counted are not those that will be"
-        assert not any(holder.detached for holder in quiet), "a reader by page is not counted"
+        roots = [*self.tree.roots.values(), *self.tree.detached_roots]
+        uncounted = {holder for root in roots for holder in root.holders if not holder.counted}
+        assert uncounted == set(self.tree.uncounted), "the readers that are not counted are not those that will be"
+        assert not any(holder.detached for holder in uncounted), "a reader by page is not counted"
 
     def _readers(self) -> None:
         """Readers by column are what the nodes say; and which pages of groups that are not closed nobody reads."""
         tree = self.tree
         for t in tree.tiers:
-            for g in tree.loose:
+            for g in tree.sliding:
                 idle = 0
                 for node in self.below:
                     copy = tree.copy_in(node, t)
                     seen = self.columns.get((t, g, node), np.zeros(node.n, np.int32))
                     assert len(copy.reads[g] or b"") <= node.n, f"{self._at(node)}: readers behind its end"
                     kept = np.frombuffer(bytes(copy.reads[g] or b"").ljust(node.n, b"\0"), np.uint8).astype(np.int32)
-                    for (group, column), more in (copy.crowds or {}).items():
+                    for (group, column), more in (copy.reader_overflow or {}).items():
                         if group == g:
                             kept[column - node.start] += more
                     name = tree.groups[g].name
@@ -255,16 +255,16 @@ class _Check:
 
     def _staying(self) -> None:
         held: list[set[int]] = [set() for _ in self.tree.groups]
-        for stay, holder in self.stays.live.items():
-            assert holder in holder.root.holders and not holder.detached, f"stay {stay} holds nothing"
+        for pin, holder in self.host_pins.live.items():
+            assert holder in holder.root.holders and not holder.detached, f"stay {pin} holds nothing"
             for (_, g), raw in holder.pages.items():
                 ids = as_ids(raw)
                 held[g].update(ids.tolist())
                 path = self.tree.cover(holder.node, 0, holder.node.end)
                 there = {page for node, _, _ in path for page in self._ids(node, g)}
-                assert there.issuperset(ids.tolist()), f"stay {stay}: a page of {self.tree.groups[g].name} is gone"
+                assert there.issuperset(ids.tolist()), f"stay {pin}: a page of {self.tree.groups[g].name} is gone"
         for g, pages in enumerate(held):
-            name, counted, most = self.tree.groups[g].name, self.stays.held[g], self.stays.limits[g]
+            name, counted, most = self.tree.groups[g].name, self.host_pins.held[g], self.host_pins.limits[g]
             assert len(pages) == counted, f"{name}: {len(pages)} host pages stay, {counted} are counted"
             assert counted <= most, f"{name}: {counted} host pages stay, no more than {most} may"
 
@@ -314,12 +314,12 @@ class _Check:
                 seen = self.owner[t][g]
                 readers = self.readers[t][g]
                 counts = [owners.count(owner, 1) for owner in range(5)]
-                unhooked = kept == UNHOOKED
+                detached_roots = kept == UNHOOKED
                 if counts[UNHOOKED]:
-                    assert not seen[unhooked].any(), f"{pool.name}: an unhooked page is owned by somebody else"
-                    assert readers[unhooked].all(), f"{pool.name}: an unhooked page has no reader"
+                    assert not seen[detached_roots].any(), f"{pool.name}: an unhooked page is owned by somebody else"
+                    assert readers[detached_roots].all(), f"{pool.name}: an unhooked page has no reader"
                 assert kept[0] == 255, f"{pool.name}: somebody owns the null page"
-                wrong = ((kept != seen) & ~unhooked)[1:].nonzero()[0] + 1
+                wrong = ((kept != seen) & ~detached_roots)[1:].nonzero()[0] + 1
                 assert not len(wrong), (
                     f"{pool.name}: page {int(wrong[0])} is kept as owner {int(kept[wrong[0]])}, "
                     f"is really with {int(seen[wrong[0]])}"
@@ -354,22 +354,24 @@ class _Check:
                     f"{self._at(node)}: {self.held[node]} pins, {node.held} are counted"
                 )
                 assert holds == copy.holds, f"{self._at(node)}: {holds} holds on {TIERS[t]}, {copy.holds} are counted"
-                kids = sum(1 for child in children if child.count)
-                assert kids == copy.kids, f"{self._at(node)}: {kids} children on {TIERS[t]}, {copy.kids} are counted"
+                backed_children = sum(1 for child in children if child.count)
+                assert backed_children == copy.backed_children, (
+                    f"{self._at(node)}: {backed_children} children on {TIERS[t]}, {copy.backed_children} are counted"
+                )
                 evictable += 0 if holds else copy.count
-            shelf = tree.shelves[t]
-            assert evictable == shelf.evictable, (
-                f"{TIERS[t]}: {evictable} pages can be evicted, {shelf.evictable} are counted"
+            lru = tree.leaf_lrus[t]
+            assert evictable == lru.evictable, (
+                f"{TIERS[t]}: {evictable} pages can be evicted, {lru.evictable} are counted"
             )
 
     def _queues(self) -> None:
         tree = self.tree
         for t in tree.tiers:
-            shelved = Counter(entry[2] for entry in tree.shelves[t].heap)
+            shelved = Counter(entry[2] for entry in tree.leaf_lrus[t].heap)
             for node in self.below:
                 copy = tree.copy_in(node, t)
                 assert shelved[node] == (copy.queued & 1), f"{self._at(node)}: {shelved[node]} entries in its queue"
-                if copy.count and not copy.holds and not copy.kids:
+                if copy.count and not copy.holds and not copy.backed_children:
                     assert copy.queued & 1, f"{self._at(node)}: could be evicted from {TIERS[t]}, is in no queue"
         for (g, t), queue in tree.queues.items():
             readers = tree.pools[t][g].readers
@@ -379,7 +381,7 @@ class _Check:
                 for which, bit in enumerate(queue.bits):
                     inside = bool(copy.queued & bit)
                     assert standing[which][node] == inside, f"{self._at(node)}: queue {which} of group {g}"
-                if g in tree.loose:
+                if g in tree.sliding:
                     continue
                 ids = np.array([*(copy.pages[g] or {}).values()], np.int32)
                 if ((ids != 0) & (readers[ids] == 0)).any():

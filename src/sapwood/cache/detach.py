@@ -14,7 +14,7 @@ from .readers import count_all, counts
 from .tree import Tree, as_ids
 
 
-def unhook(tree: Tree, root: Root, silently: bool) -> None:
+def detach_namespace(tree: Tree, root: Root, silently: bool) -> None:
     """Nobody new can find anything under `root`, ghosts included. Who is bound to it ends under it.
 
     Every holder turns its pins into reader counts by page; then the tree below the root is taken apart, so that no
@@ -38,8 +38,8 @@ def unhook(tree: Tree, root: Root, silently: bool) -> None:
                 tell_removed(tree, node, t, _announced(tree, node, t))
             copy = tree.copy_in(node, t)
             if not copy.holds:
-                tree.shelves[t].evictable -= copy.count
-            for g in tree.loose:  # from now on the readers of these pages are counted by page
+                tree.leaf_lrus[t].evictable -= copy.count
+            for g in tree.sliding:  # from now on the readers of these pages are counted by page
                 for page, count in counts(copy, g, node.start).items():
                     tree.pools[t][g].readers[page] = count
             for g in range(len(tree.groups)):
@@ -47,11 +47,11 @@ def unhook(tree: Tree, root: Root, silently: bool) -> None:
                 if held:
                     ids = np.array([*held.values()], np.int32) if g in tree.slots else as_ids(held)
                     pages.setdefault((t, g), []).append(ids[ids != 0])
-    root.hooked = False
+    root.attached = False
     root.makers.clear()
     del tree.roots[root.namespace]
     if root.holders:
-        tree.unhooked[root] = None
+        tree.detached_roots[root] = None
     for node in below:
         node.parent = None
         node.children, node.recent, node.promised, node.loading, node.saving = {}, None, None, None, None
@@ -74,7 +74,7 @@ def unhook(tree: Tree, root: Root, silently: bool) -> None:
 def _announced(tree: Tree, node: Node, tier: int) -> Ids:
     """The columns of `node`, from its start, that routers have been told of in a tier."""
     copy = tree.copy_in(node, tier)
-    g = tree.told
+    g = tree.announced_group
     if g in tree.slots:
         columns = np.array(sorted([depth - node.start - 1 for depth in copy.pages[g] or ()]), np.int32)
     elif g in tree.closed:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from . import check as checking
 from . import explain as explaining
 from .admission import NOTHING_KEPT, Admission, Reserve
-from .detach import unhook
+from .detach import detach_namespace
 from .events import AllBlocksCleared, KVEvent
 from .explain import Explanation
 from .follow import Follower
@@ -80,7 +80,7 @@ class HybridPrefixCache:
         self._loads = Loads(tree, self._ledger)
         self._stored = StoreFetches(tree, self._room, self._ledger, self._saves)
         self._matcher = Matcher(tree)
-        self._stays = HostPins(tree, self._matcher, self._ledger)
+        self._host_pins = HostPins(tree, self._matcher, self._ledger)
         self._desk = Admission(tree, self._room, self._loads)
         self._follower = Follower(tree, self._matcher)
         self._snapshots = Snapshots(tree, self._room, self._follower, self._publisher)
@@ -120,16 +120,16 @@ class HybridPrefixCache:
         if root is None:
             self._tree.ghosts.forget(namespace.digest())
             return False
-        self._stays.leave(root)
-        unhook(self._tree, root, silently=False)
+        self._host_pins.leave(root)
+        detach_namespace(self._tree, root, silently=False)
         return True
 
     def flush(self) -> None:
         """Forget every namespace."""
         tree = self._tree
         for root in list(tree.roots.values()):
-            self._stays.leave(root)
-            unhook(tree, root, silently=True)
+            self._host_pins.leave(root)
+            detach_namespace(tree, root, silently=True)
         tree.ghosts.clear()
         if tree.announcing:
             tree.events.append(AllBlocksCleared())
@@ -184,7 +184,7 @@ class HybridPrefixCache:
         self._leases[lease] = None
         self._count(match, lease)
         if not lease.waits:
-            self._begins(lease, lease.start)
+            self._replace_provisional_hit(lease, lease.start)
         return admitted
 
     def opening(self, lease: Lease, step: int) -> list[PageCopy]:
@@ -206,7 +206,7 @@ class HybridPrefixCache:
         self._computed(lease, position)
         begin = self._follower.adopt(lease, tokens, position, self._steps.in_flight(self._steps.doomed))
         if begin > position:
-            self._begins(lease, begin)
+            self._replace_provisional_hit(lease, begin)
         return begin
 
     def could_adopt(self, lease: Lease, tokens: bytes, position: int) -> bool:
@@ -285,7 +285,7 @@ class HybridPrefixCache:
         """Everything up to `position` is real: give up pages no row from there on needs. Returns which, as
         (group, first column, last column + 1)."""
         self._live(lease)
-        if not self._tree.loose:
+        if not self._tree.sliding:
             return []
         return self._follower.slide(lease, position)
 
@@ -304,7 +304,7 @@ class HybridPrefixCache:
         self._seated(lease)
         if upto <= lease.depth and not lease.cuts:
             behind = lease.upto
-            for g in self._tree.loose:
+            for g in self._tree.sliding:
                 if behind[g] < upto:
                     break
             else:
@@ -366,13 +366,13 @@ class HybridPrefixCache:
         self._live(lease)
         self._computed(lease, position)
         begin = self._steps.rewind(lease, position)
-        self._begins(lease, begin)
+        self._replace_provisional_hit(lease, begin)
         return begin
 
     def retract(self, lease: Lease, fill: bytes, computed: int, reading: int | None) -> Span | None:
         """Take a lease away from a request that will come back: like `finish_request`."""
         span = self.finish_request(lease, fill, computed, reading)
-        self._begins(lease, 0)  # what it was served and has not used is no hit
+        self._replace_provisional_hit(lease, 0)  # what it was served and has not used is no hit
         self._tally["retracted"] += 1
         return span
 
@@ -446,7 +446,7 @@ class HybridPrefixCache:
             self._uncount(lease)
         for lease in landed.ready:
             self._desk.seat(lease)
-            self._begins(lease, lease.start)
+            self._replace_provisional_hit(lease, lease.start)
         return landed
 
     # ---- the store
@@ -461,7 +461,7 @@ class HybridPrefixCache:
         self._bound(binding)
         raw = self._raw(tokens)
         last = self._matcher.most_pages(len(raw) // 4)
-        if not self.enabled or not binding.hooked or not self._stored.whole or last < least:
+        if not self.enabled or not binding.attached or not self._stored.whole or last < least:
             return None
         first = self._matcher.match(binding, raw, len(raw) // 4, HOST).boundary
         if last - first < max(1, least):
@@ -506,19 +506,19 @@ class HybridPrefixCache:
             raise ValueError(f"pages must be how many have arrived, got {pages!r:.40}")
         return self._stored.fetch_done(_number(op, "fetch"), bool(ok), pages)
 
-    def begin_stay(self, binding: Binding, tokens: Tokens, upto: int) -> PinnedOnHost:
+    def pin_on_host(self, binding: Binding, tokens: Tokens, upto: int) -> PinnedOnHost:
         """Keep on host what is there of the first `upto` pages of a prompt, for a request that waits to come in, until
-        `end_stay` or the end of its namespace. Stays have no more than half of the host pages of any group together:
-        `short` tells that this one could have had more. Nothing is held (0) where host has nothing of use, or lacks
-        pages above it."""
+        `unpin_on_host` or the end of its namespace. Stays have no more than half of the host pages of any group
+        together: `short` tells that this one could have had more. Nothing is held (0) where host has nothing of use, or
+        lacks pages above it."""
         self._bound(binding)
         whole_number("upto", upto, 0, 1 << 30)
-        return self._stays.begin(binding, self._raw(tokens), upto)
+        return self._host_pins.begin(binding, self._raw(tokens), upto)
 
-    def end_stay(self, stay: int) -> None:
+    def unpin_on_host(self, pin: int) -> None:
         """What stayed can be evicted again. Nothing happens if it has ended already, or was nothing (0)."""
-        whole_number("stay", stay, 0, 1 << 62)
-        self._stays.end(stay)
+        whole_number("pin", pin, 0, 1 << 62)
+        self._host_pins.end(pin)
 
     def begin_backups(self, span: Span) -> list[StoreOperation]:
         """Start to copy to the store what `save_done` has returned; it stays on host until `backup_done`. What must
@@ -535,7 +535,7 @@ class HybridPrefixCache:
     @property
     def slides(self) -> bool:
         """Whether leases give pages back as they go, so that `slide` has work to do."""
-        return bool(self._tree.loose)
+        return bool(self._tree.sliding)
 
     @property
     def has_host(self) -> bool:
@@ -582,7 +582,7 @@ class HybridPrefixCache:
             if lease.detached:
                 if 1 in tree.pools[DEVICE][g].readers[lease.adopted(g)[1]]:
                     return True
-            elif g in tree.loose:
+            elif g in tree.sliding:
                 for low, high in lease.reading(g):
                     for at, first, last in tree.cover(lease.node, low, high):
                         if 1 in (at.device.reads[g] or b"")[first:last]:
@@ -631,7 +631,7 @@ class HybridPrefixCache:
                 pages[group.name][tier] = {"capacity": pool.capacity, **owners}
                 used[group.name][tier] = pool.used_bytes
                 evicted[group.name][tier] = tree.evicted[t][g] if t in tree.tiers else 0
-                if t in tree.tiers and g not in tree.loose:
+                if t in tree.tiers and g not in tree.sliding:
                     available.setdefault(group.name, {})[tier] = self._room.available(t, g)
         return {
             "pages": pages,
@@ -642,7 +642,7 @@ class HybridPrefixCache:
             "reasons": dict(self._reasons),
             "transfers": dict(self._ledger.counts),
             "steps": {**self._steps.counts, **self._snapshots.counts},
-            "staying": {group.name: held for group, held in zip(self.groups, self._stays.held, strict=True)},
+            "staying": {group.name: held for group, held in zip(self.groups, self._host_pins.held, strict=True)},
             "nodes": tree.nodes,
             "leases": len(self._leases),
             "ghosts": {"entries": len(tree.ghosts), "bytes": tree.ghosts.used_bytes, "limit": tree.ghosts.limit_bytes},
@@ -650,12 +650,12 @@ class HybridPrefixCache:
                 {"namespace": namespace, "bound": root.bound, **root.tally, "misses": dict(root.misses)}
                 for namespace, root in tree.roots.items()
             ],
-            "unhooked": len(tree.unhooked),
+            "unhooked": len(tree.detached_roots),
         }
 
     def check(self) -> None:
         """Raise AssertionError, saying what is wrong, if an invariant does not hold. Slow: for tests."""
-        checking.check(self._tree, self._loads, self._stored, self._stays, self._steps, self._leases)
+        checking.check(self._tree, self._loads, self._stored, self._host_pins, self._steps, self._leases)
 
     def watch(self, seen: Callable[[str, str, str, Ids], None]) -> None:
         """Call `seen(group, tier, "taken" | "freed", pages)` whenever pages change hands with a pool: for checkers."""
@@ -691,7 +691,7 @@ class HybridPrefixCache:
             misses = lease.root.misses
             misses[reason] = misses.get(reason, 0) + sign
 
-    def _begins(self, lease: Lease, position: int) -> None:
+    def _replace_provisional_hit(self, lease: Lease, position: int) -> None:
         """A lease goes on at `position`: prompt tokens before it that its request has not computed, now or before a
         retraction, are cached, instead of what was so since its last step that was done."""
         binding = lease.binding

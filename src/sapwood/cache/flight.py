@@ -167,7 +167,7 @@ def _lose_below(tree: Tree, node: Node, freed: list[tuple[int, Ids]]) -> None:
         below.append(at)
         stack += [child for child in at.children.values() if child.device.count]
     for at in reversed(below):
-        if tree.announcing and tree.told in tree.closed:
+        if tree.announcing and tree.announced_group in tree.closed:
             tell_removed(tree, at, DEVICE, range(at.n))
         _lose_device(tree, at, freed)
         tree.sweep(at)
@@ -181,7 +181,7 @@ def _lose_device(tree: Tree, node: Node, freed: list[tuple[int, Ids]]) -> None:
         freed.append((g, ids))
         copy.pages[g] = b""
     if not copy.holds:
-        tree.shelves[DEVICE].evictable -= copy.count
+        tree.leaf_lrus[DEVICE].evictable -= copy.count
     copy.count = 0
     assert node.parent is not None
     tree.lost_kid(node.parent, DEVICE)

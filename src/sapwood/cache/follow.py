@@ -28,7 +28,7 @@ class Follower:
         """Give up the pages of groups that are not closed which no row from `position` on needs. Returns which."""
         tree = self.tree
         gone = []
-        for g in tree.loose:
+        for g in tree.sliding:
             spans, lease.low[g] = tree.families[g].slid(lease.low[g], position)
             for low, high in spans:
                 if lease.own:
@@ -44,7 +44,7 @@ class Follower:
         """`slide` for many, most of which give up one page: by group, who, and which column."""
         tree = self.tree
         gone = {}
-        for g in tree.loose:
+        for g in tree.sliding:
             ends = tree.families[g].slid_ends(positions)
             if ends is None:
                 who, columns = self._slide_each(g, leases, positions)
@@ -144,7 +144,7 @@ class Follower:
         `depth`. Its private pages are given back, after `held` if that still runs: nothing in them is needed."""
         tree = self.tree
         if held is not None:
-            reading = {(DEVICE, g): lease.reading(g) for g in tree.loose}
+            reading = {(DEVICE, g): lease.reading(g) for g in tree.sliding}
             held.holders.append(hold(tree, lease.node, (DEVICE,), (0, lease.depth), lease.seeds(), reading))
         node = lease.root.top
         if depth:
@@ -157,7 +157,7 @@ class Follower:
         private = {g: lease.private(g) for g in tree.paged}
         for g in tree.closed:
             lease.upto[g] = depth
-        for g in tree.loose:
+        for g in tree.sliding:
             self._reread(lease, node, g, boundary, length)
         for g, ids in private.items():
             if held is None:
@@ -166,14 +166,14 @@ class Follower:
                 tree.pools[DEVICE][g].move(ids, LEASE, FLIGHT)
                 held.freed.append((g, ids))
         lease.own.clear()
-        self.unseed(lease)
+        self.release_snapshot(lease)
         tree.unpin(lease.node, DEVICE)
         lease.node, lease.depth, lease.boundary = node, depth, boundary
         nodes = tree.path_to(node).nodes
         for g in tree.closed:
             lease.tables[g] = bytearray().join([at.device.pages[g] for at in nodes])
         lease.start = min(boundary * tree.page_size, length - 1)
-        self.reseed(lease, boundary)
+        self.start_from_snapshot(lease, boundary)
         note_promises(tree, lease)
 
     def _reread(self, lease: Lease, node: Node, g: int, boundary: int, length: int) -> None:
@@ -196,7 +196,7 @@ class Follower:
         if spans:
             use(tree, node, lease.low[g])
 
-    def reseed(self, lease: Lease, boundary: int) -> None:
+    def start_from_snapshot(self, lease: Lease, boundary: int) -> None:
         """Start the lease's state afresh from the snapshot at `boundary` (0: the zero state)."""
         tree = self.tree
         if not tree.slots:
@@ -208,12 +208,12 @@ class Follower:
         at = tree.node_at(lease.node, boundary).device
         use_slot(at, boundary, tree.now)
         for g in tree.slots:
-            slot = lease.seed[g] = at.pages[g][boundary]
+            slot = lease.start_snapshot[g] = at.pages[g][boundary]
             tree.pools[DEVICE][g].read_one(slot)
 
-    def unseed(self, lease: Lease) -> None:
+    def release_snapshot(self, lease: Lease) -> None:
         """The lease stops reading the snapshot it was to start from."""
-        seeds, lease.seed = lease.seed, {}
+        seeds, lease.start_snapshot = lease.start_snapshot, {}
         if seeds:
             self.unread_slots(seeds, None if lease.detached else self.tree.node_at(lease.node, lease.seed_depth))
 
@@ -252,7 +252,7 @@ class Follower:
     def _beyond(self, lease: Lease, tokens: bytes, position: int) -> Path | None:
         """What the device has of a lease's prompt, if that may be more than the lease has followed."""
         tree = self.tree
-        if lease.detached or not lease.root.hooked:
+        if lease.detached or not lease.root.attached:
             return None
         size = tree.page_bytes
         after = tokens[lease.depth * size : (lease.depth + 1) * size]

@@ -30,7 +30,7 @@ class Ghosts:
 
     def remember(self, node: Node, keep: int, tree: Tree) -> None:
         """The pages of `node` from `keep` on are about to leave the tree."""
-        if not self.limit_bytes or not node.root.hooked:
+        if not self.limit_bytes or not node.root.attached:
             return
         first = keep * tree.page_bytes
         page = bytes(node.edge[first : first + tree.page_bytes])

@@ -28,7 +28,7 @@ _SHARE = 2
 class PinnedOnHost(NamedTuple):
     """The number of a stay, or 0 if nothing is held; and whether the limit allows less than host has of it."""
 
-    stay: int
+    pin: int
     short: bool
 
 
@@ -49,7 +49,7 @@ class HostPins:
     def begin(self, binding: Binding, tokens: bytes, upto: int) -> PinnedOnHost:
         """Hold what host has of the first `upto` pages of a prompt, as far as every group could begin with it."""
         tree, root = self.tree, binding._root
-        if not root.hooked or not tree.has_host:
+        if not root.attached or not tree.has_host:
             return _NOTHING
         path = tree.walk(root, tokens[: upto * tree.page_bytes])
         length = len(tokens) // 4
@@ -74,23 +74,23 @@ class HostPins:
         held = {(HOST, g): ids.tobytes() for g, ids in pages.items()}
         spans = {
             (HOST, g): host_runs(tree, node, g, tree.families[g].columns(boundary, length))
-            for g in tree.loose
+            for g in tree.sliding
             if g in pages
         }
         self.live[self._last] = hold(tree, node, (HOST,), (0, boundary), held, spans)
         return PinnedOnHost(self._last, short)
 
-    def end(self, stay: int) -> None:
+    def end(self, pin: int) -> None:
         """Let go of it. One that is over already, with its namespace, may be ended again."""
-        holder = self.live.pop(stay, None)
+        holder = self.live.pop(pin, None)
         if holder is not None:
             self._count({g: as_ids(ids) for (_, g), ids in holder.pages.items()}, -1)
             holder.let_go(self.tree)
 
     def leave(self, root: Root) -> None:
         """A namespace goes."""
-        for stay in [stay for stay, holder in self.live.items() if holder.root is root]:
-            self.end(stay)
+        for pin in [pin for pin, holder in self.live.items() if holder.root is root]:
+            self.end(pin)
 
     def _pages(self, path: Path, boundary: int, length: int) -> dict[int, Ids]:
         """By group: the host pages with which a prompt would begin at `boundary`."""
@@ -99,7 +99,7 @@ class HostPins:
         for g in tree.closed:
             held = b"".join([bytes(tree.copy_in(node, HOST).pages[g]) for node in path.nodes])
             found[g] = as_ids(held[: 4 * boundary])
-        for g in tree.loose:
+        for g in tree.sliding:
             parts = [
                 as_ids(pages[4 * low : 4 * high])
                 for first, end in tree.families[g].columns(boundary, length)

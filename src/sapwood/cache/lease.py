@@ -51,9 +51,9 @@ class Binding:
         return self._root.namespace
 
     @property
-    def hooked(self) -> bool:
+    def attached(self) -> bool:
         """Whether what this request computes can still be found by others."""
-        return self._root.hooked
+        return self._root.attached
 
 
 class Span(NamedTuple):
@@ -137,12 +137,12 @@ class Lease:
         "reason",
         "rolling",
         "root",
-        "seed",
         "seed_depth",
         "served",
         "shared",
         "source",
         "start",
+        "start_snapshot",
         "tables",
         "tokens",
         "uncopied",
@@ -168,7 +168,7 @@ class Lease:
         self.wanted: Mapping[int, list[tuple[int, int]]] = _NOTHING  # while loading: columns to read once they are here
         self.shared: Mapping[Transfer, int] = _ALONE  # detached: pages that its path shares with each load's
         self.boundary = 0  # pages it began with
-        self.seed: dict[int, int] = {}  # slot group -> snapshot to start from, read until it has been copied
+        self.start_snapshot: dict[int, int] = {}  # slot group -> snapshot to start from, read until it has been copied
         self.seed_depth = 0  # and where that stands
         self.working: dict[int, int] = {}  # slot group -> the slot its rows advance
         self.source: PinHolder | None = None  # the page a copy on write takes from
@@ -188,7 +188,7 @@ class Lease:
         self.begun = _NEVER  # where it began, or last went on, without having computed what is before
         self.served = 0  # what that counts in `cached_tokens`, until a step from there on is done
         self.writes = True
-        self.counted = True  # as a reader of windows; else it is one of `Tree.quiet`
+        self.counted = True  # as a reader of windows; else it is one of `Tree.uncounted`
         self.detached = False
         self.ended = False
 
@@ -226,20 +226,20 @@ class Lease:
             ids = self.adopted(g)[1]
             tree.pools[DEVICE][g].read(ids)
         for g, column in self.own:  # of the tree's page beside its own it reads nothing
-            if g in tree.loose:
+            if g in tree.sliding:
                 unread(tree, self.node, DEVICE, g, column, column + 1)
         self.detached = True
 
     def count_reads(self, tree: Tree) -> None:
         """Become a counted reader of what it reads of groups that are not closed."""
         self.counted = True
-        for g in tree.loose:
+        for g in tree.sliding:
             for low, high in self.reading(g):
                 read(tree, self.node, DEVICE, g, low, high)
 
     def seeds(self) -> dict[tuple[int, int], bytes]:
         """The snapshots it is to start from, as a `PinHolder` has them."""
-        return {(DEVICE, g): slot.to_bytes(4, "little") for g, slot in self.seed.items()}
+        return {(DEVICE, g): slot.to_bytes(4, "little") for g, slot in self.start_snapshot.items()}
 
     def reading(self, g: int) -> Ranges:
         """The columns of a group that is not closed where this lease is a reader: wherever its table has a page that
@@ -298,7 +298,7 @@ class PinHolder:
         self.columns = columns
         self.pages = pages  # (tier, group) -> ids, as bytes
         self.spans = spans  # (tier, group that is not closed) -> where they stand
-        self.counted = True  # as a reader of them; else it is one of `Tree.quiet`
+        self.counted = True  # as a reader of them; else it is one of `Tree.uncounted`
         self.detached = False
         for tier in tiers:
             tree.pin(node, tier)
@@ -335,7 +335,7 @@ class PinHolder:
                 for low, high in where:
                     unread(tree, self.node, tier, g, low, high)
         else:
-            del tree.quiet[self]
+            del tree.uncounted[self]
         if tree.slots:
             for (tier, g), ids in self.pages.items():
                 if g in tree.slots:

@@ -52,7 +52,7 @@ class Loads:
         held = {(HOST, g): ids.tobytes() for g, (_, ids) in wanted.items()}
         parts: Parts = {}
         where = {g: runs(columns) for g, (columns, _) in wanted.items()}
-        spans = {(HOST, g): where[g] for g in tree.loose if g in where}
+        spans = {(HOST, g): where[g] for g in tree.sliding if g in where}
         came = {}
         for g, (_, ids) in wanted.items():
             targets = came[g] = tree.pools[DEVICE][g].take(len(ids), FLIGHT)
@@ -172,7 +172,7 @@ class Loads:
         if closed:
             kept = self._land_closed(transfer, closed)
             self.ledger.count(transfer, "loaded", pages_in(kept))
-            if tree.told in closed:
+            if tree.announced_group in closed:
                 stored = kept
         for g, where in transfer.ranges.items():
             if g in tree.closed:
@@ -183,7 +183,7 @@ class Loads:
                 path = tree.cover(transfer.node, transfer.first, transfer.last)
                 kept = self.ledger.land_loose(transfer, g, where, path)
             self.ledger.count(transfer, "loaded", pages_in(kept))
-            if g == tree.told:
+            if g == tree.announced_group:
                 stored += kept
             for lease in waiters:
                 self._take(lease, g)
@@ -214,10 +214,10 @@ class Loads:
         pool = tree.pools[DEVICE][g]
         if g in tree.slots:
             depth = lease.seed_depth
-            if depth and g not in lease.seed:
+            if depth and g not in lease.start_snapshot:
                 slot = (tree.node_at(lease.node, depth).device.pages[g] or {}).get(depth)
                 if slot:
-                    lease.seed[g] = slot
+                    lease.start_snapshot[g] = slot
                     pool.read_one(slot)
             return
         table = np.frombuffer(lease.tables[g], np.int32)
@@ -246,8 +246,8 @@ class Loads:
             for lease in waiters:
                 shared = lease.shared[transfer]
                 if g in tree.slots:
-                    if g not in lease.seed and int(columns[0]) + 1 == lease.boundary <= shared:
-                        lease.seed[g] = int(ids[0])
+                    if g not in lease.start_snapshot and int(columns[0]) + 1 == lease.boundary <= shared:
+                        lease.start_snapshot[g] = int(ids[0])
                         pool.read(ids)
                     continue
                 spans = [(0, lease.boundary)] if g in tree.closed else lease.wanted.get(g, [])

@@ -22,12 +22,12 @@ class Matcher:
         self.can_copy = not tree.slots
         self.plain = all(family.plain for family in tree.families)
         # Those that are asked quickest come first: what they rule out, the others need not look at.
-        self.families = [(g, tree.families[g]) for g in tree.slots + tree.closed + tree.loose]
+        self.families = [(g, tree.families[g]) for g in tree.slots + tree.closed + tree.sliding]
 
     def match(self, binding: Binding, tokens: bytes, length: int, tier: int) -> Match:
         tree = self.tree
         root = binding._root
-        if not root.hooked:
+        if not root.attached:
             return self.nothing(binding, tokens, length, "empty")
         path = tree.walk(root, tokens)
         if tier < path.tier:
@@ -168,7 +168,7 @@ class Matcher:
         tree = self.tree
         if tree.closed and not node.device.count:
             return False
-        for g in tree.loose:
+        for g in tree.sliding:
             pages = node.device.pages[g]
             if pages is None or not any(pages[4 * at : 4 * at + 4]):
                 return False

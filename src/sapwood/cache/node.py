@@ -22,7 +22,7 @@ class Copy:
     """What a node has in one tier.
 
     holds   own pins + children with holds, in this tier
-    kids    children that have closed pages in this tier
+    backed_children  children that have closed pages in this tier
     count   closed pages here: on device all or none; on host the first `count` of the node
     pages   by group: closed: `count` int32 ids as bytes; not closed: up to n ids, 0 and whatever is behind them = hole,
             or None; slots: by the depth at which a snapshot stands (in order), or None
@@ -32,17 +32,19 @@ class Copy:
     used    when somebody last used it (step counter); queued: bits of the eviction queues it stands in
     """
 
-    __slots__ = ("count", "crowds", "holds", "kids", "pages", "queued", "reads", "seen", "used")
+    __slots__ = ("backed_children", "count", "holds", "pages", "queued", "reader_overflow", "reads", "seen", "used")
 
     def __init__(self, pages: list[Any], used: int, reads: list[bytearray | None]) -> None:
         self.holds = 0
-        self.kids = 0
+        self.backed_children = 0
         self.count = 0
         self.pages = pages
         self.used = used
         self.queued = 0
         self.reads = reads
-        self.crowds: dict[tuple[int, int], int] | None = None  # (group, column): readers beyond what `reads` can count
+        self.reader_overflow: dict[tuple[int, int], int] | None = (
+            None  # (group, column): readers beyond what `reads` can count
+        )
         self.seen: dict[int, int] | None = None
 
 
@@ -113,12 +115,12 @@ class Node:
 class Root:
     """A namespace in the tree, and everything that is bound to it. Unhooked: nobody new can find it."""
 
-    __slots__ = ("bound", "digest", "holders", "hooked", "makers", "misses", "namespace", "tally", "top")
+    __slots__ = ("attached", "bound", "digest", "holders", "makers", "misses", "namespace", "tally", "top")
 
     def __init__(self, namespace: Namespace) -> None:
         self.namespace = namespace
         self.digest = namespace.digest()
-        self.hooked = True
+        self.attached = True
         self.bound = 0
         self.holders: dict[Any, None] = {}  # leases and transfers that hold nodes here, oldest first
         self.makers: dict[int, dict[bytes, list[Any]]] = {}  # cut -> its last page -> leases that will snapshot there

@@ -33,7 +33,7 @@ class PageEvictionQueue:
         self.tier = tier
         family = tree.families[g]
         self.slot = family.shape == "slot"
-        self.alike = self.slot or not family.treasures()  # no page is worth more than another
+        self.alike = self.slot or not family.protected_tail_pages()  # no page is worth more than another
         self.heaps: tuple[_Heap, _Heap, _Heap] = ([], [], [])  # by worth
         self.stale = [0, 0, 0]  # entries of nodes that are gone
         self.bits = (2 << (3 * number), 4 << (3 * number), 8 << (3 * number))
@@ -116,7 +116,7 @@ class PageEvictionQueue:
         columns = (idle & (worths <= which)).nonzero()[0]
         chosen = columns[::-1][:need][::-1] if which == WINDOW else columns[:need]
         del pages
-        taken = tree.drop_loose(node, tier, g, chosen)
+        taken = tree.drop_sliding(node, tier, g, chosen)
         if taken < len(columns):
             self._push(node, copy, which)
         elif (more := worths[idle & (worths > which)]).size:

@@ -49,7 +49,7 @@ class Path:
                 end = node.start + node.n
                 if end > limit:
                     end = limit
-                return self._readable(end) if self.tree.patient else end
+                return self._readable(end) if self.tree.waits_for_real else end
         return 0
 
     def device_closed(self, limit: int) -> int:
@@ -62,7 +62,7 @@ class Path:
     def _readable(self, depth: int) -> int:
         """`depth`, or less where a closed family does not read what is only promised."""
         tree = self.tree
-        if tree.promises and tree.patient:
+        if tree.promises and tree.waits_for_real:
             for node in self.nodes:
                 for promise in node.promised or ():
                     if promise.first < promise.last:
@@ -70,7 +70,7 @@ class Path:
         return depth
 
     def last_missing(self, index: int, low: int, high: int) -> int:
-        patient = self.tree.promises > 0 and not self.tree.families[index].reads_promised
+        waits_for_real = self.tree.promises > 0 and not self.tree.families[index].reads_promised
         for node in reversed(self.nodes):
             start = node.start
             if start >= high:
@@ -82,7 +82,7 @@ class Path:
                 pages is None
                 or len(pages) < 4 * min(high - start, node.n)
                 or pages.find(HOLE, 4 * first, 4 * (high - start)) >= 0
-                or (patient and node.promised)
+                or (waits_for_real and node.promised)
             ):
                 missing = self._last_hole(node, index, first, min(high - start, node.n))
                 if missing >= 0:

@@ -35,7 +35,7 @@ class Publisher:
     def __init__(self, tree: Tree, save_pages: int) -> None:
         self.tree = tree
         self.save_pages = save_pages
-        self.plain = not (tree.loose or tree.slots or tree.has_host or tree.hashing)
+        self.plain = not (tree.sliding or tree.slots or tree.has_host or tree.hashing)
         self.replaced: list[Replaced] = []
         self.real: list[Span] = []  # what the events of a step have made real, for saving
 
@@ -50,7 +50,7 @@ class Publisher:
         if lease.prompt_end:
             self._note_prompt_end(lease)
         fills: list[Fill] = []
-        for g in tree.loose:
+        for g in tree.sliding:
             if lease.upto[g] < upto:
                 self._fill(lease, g, upto, fills, duplicates)
         if flight is None:
@@ -114,18 +114,18 @@ class Publisher:
 
     def _any_rows(self, leases: Sequence[Lease], pages: Sequence[bytes]) -> list[Fallen]:
         tree = self.tree
-        closed, loose, host = tree.closed, tree.loose, tree.has_host
+        closed, sliding, host = tree.closed, tree.sliding, tree.has_host
         moved: list[list[bytearray]] = [[] for _ in tree.groups]
         fallen: list[Fallen] = []
         announcing, hashing = tree.announcing, tree.hashing
-        queued = {g: tree.queues[g, DEVICE].bits[0] for g in loose}
-        told, save_pages = bool(closed) or not announcing or tree.told in loose, self.save_pages
+        queued = {g: tree.queues[g, DEVICE].bits[0] for g in sliding}
+        may_grow, save_pages = bool(closed) or not announcing or tree.announced_group in sliding, self.save_pages
         for lease, page in zip(leases, pages, strict=True):
             if lease.detached or not lease.writes:
                 continue
             node, depth, upto = lease.node, lease.depth, lease.upto
-            grows = told and type(node.edge) is bytearray and self.can_grow(node)
-            for g in loose:
+            grows = may_grow and type(node.edge) is bytearray and self.can_grow(node)
+            for g in sliding:
                 grows = grows and upto[g] == depth
             if not grows:
                 duplicates = self.publish(lease, page, depth, depth + 1, None, 0)
@@ -143,7 +143,7 @@ class Publisher:
                 moved[g].append(one)
                 upto[g] = last
                 copy.count = n
-            for g in loose:
+            for g in sliding:
                 one = tables[g][at : at + 4]
                 moved[g].append(one)
                 upto[g] = last
@@ -181,7 +181,7 @@ class Publisher:
                     tell_stored(tree, node, DEVICE, first, last)
             else:
                 for fill in fills:
-                    if fill.g == tree.told:
+                    if fill.g == tree.announced_group:
                         for low, high in fill.where:
                             tell_stored(tree, node, DEVICE, low, high)
         elif tree.hashing and first < last:
@@ -237,7 +237,7 @@ class Publisher:
     def snapshot_is_real(self, lease: Lease, node: Node, depth: int, groups: list[int], rolling: bool) -> None:
         """A snapshot of `groups` at `depth` in `node` can be used, announced if events speak of it, and saved."""
         tree = self.tree
-        if tree.announcing and tree.told in groups:
+        if tree.announcing and tree.announced_group in groups:
             tell_stored(tree, node, DEVICE, depth - 1, depth)
         if tree.has_host and not rolling:
             self.offer(lease, depth - 1, depth, node)
@@ -312,7 +312,7 @@ class Publisher:
                 tree.pin(node, DEVICE)
                 tree.unpin(lease.node, DEVICE)
             if tree.closed:
-                node.device.kids += 1
+                node.device.backed_children += 1
             lease.node = child
         for g in tree.closed:
             mine = lease.tables[g][4 * depth : 4 * upto]

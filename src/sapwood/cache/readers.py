@@ -4,9 +4,9 @@ A reader holds columns of a path, not page numbers: a run of columns is one slic
 A column may be read while it is a hole, by a step whose pages were withdrawn under it; who fills it finds it read.
 Once a namespace is unhooked there are no columns any more, and pools count the readers of each page.
 
-Counting is for eviction alone. So leases and saves begin quietly (`Tree.quiet`): most come and go while free pages are
-enough, and are never counted. `count_all` counts them when somebody asks what eviction could take, or takes apart what
-they read; from then on they keep their counts up to date.
+Counting is for eviction alone. So leases and saves begin quietly (`Tree.uncounted`): most come and go while free pages
+are enough, and are never counted. `count_all` counts them when somebody asks what eviction could take, or takes apart
+what they read; from then on they keep their counts up to date.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from .node import Copy, Node
     from .tree import Tree
 
-_CROWD: Final = 255  # so many readers, or more: how many more stands in `Copy.crowds`
+_CROWD: Final = 255  # so many readers, or more: how many more stands in `Copy.reader_overflow`
 _MORE: Final = bytes([*range(1, 256), 255])
 _LESS: Final = bytes([0, *range(255)])
 
 
 def count_all(tree: Tree) -> None:
     """Count whoever reads and is not counted yet: the counts are exact now."""
-    quiet, tree.quiet = tree.quiet, {}
-    for reader in quiet:
+    uncounted, tree.uncounted = tree.uncounted, {}
+    for reader in uncounted:
         reader.count_reads(tree)
 
 
@@ -57,7 +57,7 @@ def read(tree: Tree, node: Node, tier: int, g: int, low: int, high: int) -> None
         if 0 in before:
             idle += _there(copy, g, first, before, 0)
         if _CROWD in before:
-            _more_of_a_crowd(copy, g, at.start + first, before)
+            _count_overflow(copy, g, at.start + first, before)
     if idle:
         tree.pools[tier][g].idle -= idle
 
@@ -122,10 +122,10 @@ def counts(copy: Copy, g: int, start: int) -> dict[int, int]:
     reads, pages = copy.reads[g], copy.pages[g]
     if reads is None or not pages:
         return {}
-    crowds = copy.crowds or {}
+    reader_overflow = copy.reader_overflow or {}
     ids = np.frombuffer(bytes(pages), np.int32).tolist()
     return {
-        page: count + crowds.get((g, start + at), 0)
+        page: count + reader_overflow.get((g, start + at), 0)
         for at, (page, count) in enumerate(zip(ids, reads, strict=False))
         if page and count
     }
@@ -144,23 +144,23 @@ def _there(copy: Copy, g: int, first: int, before: bytearray, count: int) -> int
     return int(np.count_nonzero((ids != 0) & (np.frombuffer(bytes(before[: len(ids)]), np.uint8) == count)))
 
 
-def _more_of_a_crowd(copy: Copy, g: int, column: int, before: bytearray) -> None:
+def _count_overflow(copy: Copy, g: int, column: int, before: bytearray) -> None:
     """One more reader for those of the columns from `column` on that had as many as a byte can count."""
-    if copy.crowds is None:
-        copy.crowds = {}
+    if copy.reader_overflow is None:
+        copy.reader_overflow = {}
     for at, count in enumerate(before, column):
         if count == _CROWD:
-            copy.crowds[g, at] = copy.crowds.get((g, at), 0) + 1
+            copy.reader_overflow[g, at] = copy.reader_overflow.get((g, at), 0) + 1
 
 
 def _less_of_a_crowd(copy: Copy, g: int, start: int, first: int, before: bytearray) -> None:
     """One reader less, for columns of a node that had more than a byte can count: those still have as many."""
-    crowds, reads = copy.crowds or {}, copy.reads[g]
+    reader_overflow, reads = copy.reader_overflow or {}, copy.reads[g]
     assert reads is not None
     for at, count in enumerate(before, first):
-        more = crowds.get((g, start + at), 0) if count == _CROWD else 0
+        more = reader_overflow.get((g, start + at), 0) if count == _CROWD else 0
         if more:
             reads[at] = _CROWD
-            crowds[g, start + at] = more - 1
+            reader_overflow[g, start + at] = more - 1
             if more == 1:
-                del crowds[g, start + at]
+                del reader_overflow[g, start + at]

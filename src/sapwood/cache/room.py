@@ -16,9 +16,9 @@ class Room:
         """Pages of a group that are free or that eviction can free. Exact."""
         tree = self.tree
         pool = tree.pools[tier][g]
-        if tree.quiet and g in tree.loose:
+        if tree.uncounted and g in tree.sliding:
             count_all(tree)
-        return pool.free + (pool.idle if pool.by_page else tree.shelves[tier].evictable)
+        return pool.free + (pool.idle if pool.by_page else tree.leaf_lrus[tier].evictable)
 
     def has(self, tier: int, need: Mapping[int, int]) -> bool:
         """Whether all of it is free already."""
@@ -49,7 +49,7 @@ class Room:
     def make(self, tier: int, need: Mapping[int, int]) -> None:
         """Evict until every group has its pages free. Closed groups first: what falls with them helps the others."""
         tree = self.tree
-        if tree.quiet and any(g in need for g in tree.loose):
+        if tree.uncounted and any(g in need for g in tree.sliding):
             count_all(tree)
         pools = tree.pools[tier]
         short = 0

@@ -48,7 +48,7 @@ class Saves:
         host = [bool(group.host_pages) for group in tree.groups]
         whole = all(host[g] for g in tree.closed)  # closed groups are on host together or not at all
         self.closed = tree.closed if whole else []
-        self.loose = [g for g in tree.loose if host[g]]
+        self.sliding = [g for g in tree.sliding if host[g]]
         self.slots = [g for g in tree.slots if host[g]]
         self.everything = all(host)
 
@@ -56,7 +56,7 @@ class Saves:
         """Start to copy to host what of `span` is not there and not on its way. None: nothing to do, no room, or (then
         the next step offers it again) pages above it are only promised."""
         tree, node = self.tree, span.node
-        if not tree.has_host or node.parent is None or not node.root.hooked:
+        if not tree.has_host or node.parent is None or not node.root.attached:
             return None
         end = node.start + node.n
         last = min(span.last, end)
@@ -78,7 +78,7 @@ class Saves:
         if wanted is None:
             return None
         where, sources, need, first, last = wanted
-        spans = {(DEVICE, g): where[g] for g in self.loose if g in where}
+        spans = {(DEVICE, g): where[g] for g in self.sliding if g in where}
         pools = tree.pools[HOST]
         parts: Parts = {}
         came = {}
@@ -104,7 +104,7 @@ class Saves:
         for at, low, high in reversed(path) if len(path) > 1 else path:
             self._to_save(at, low, high, where, sources)
         if where or self._closed_on_host(span.node, last):
-            for g in self.loose:
+            for g in self.sliding:
                 self._to_save_of_windows(g, span, last, least, where, sources)
         if not where:
             return None
@@ -123,7 +123,7 @@ class Saves:
         if self.room.has(HOST, wanted.need):
             return True
         tree, where = self.tree, wanted.where
-        spans = {(DEVICE, g): where[g] for g in self.loose if g in where}
+        spans = {(DEVICE, g): where[g] for g in self.sliding if g in where}
         guard = hold(tree, node, (DEVICE,), (wanted.first, wanted.last), wanted.sources, spans)
         fits = self.make_room(node, (wanted.last,), wanted.need)
         guard.let_go(tree)
@@ -163,7 +163,7 @@ class Saves:
                 for boundary in boundaries
                 for run in host_runs(tree, node, g, tree.families[g].pages_read(boundary * tree.page_size))
             ]
-            for g in tree.loose
+            for g in tree.sliding
         }
         for g in tree.slots:
             slots = [
@@ -221,7 +221,9 @@ class Saves:
             # Four zero bytes in a row are a hole, or two ids beside each other: only then look closer.
             if before:
                 wanted = worth(tree, g, at)[low : low + len(ids) // 4] >= least
-                wanted[max(0, last - tree.families[g].treasures() - at.start - low) :] = True  # the span's last window
+                wanted[max(0, last - tree.families[g].protected_tail_pages() - at.start - low) :] = (
+                    True  # the span's last window
+                )
             elif at.promised or at.saving or HOLE in ids or (kept and any(kept[4 * low : 4 * high])):
                 wanted = np.ones(len(ids) // 4, np.bool_)
             else:
@@ -306,11 +308,11 @@ class Saves:
                 kept = self._land_closed(transfer, where, path)
                 if tree.nodes != nodes:  # one was split
                     path = tree.cover(transfer.node, transfer.first, transfer.last)
-            elif g in tree.loose:
+            elif g in tree.sliding:
                 kept = ledger.land_loose(transfer, g, where, path)
             else:
                 kept = ledger.land_slot(transfer, g, where)
-            if g == tree.told:
+            if g == tree.announced_group:
                 ledger.announce(transfer.node, HOST, kept)
             for low, high in kept:
                 landed += high - low

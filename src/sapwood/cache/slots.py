@@ -52,10 +52,10 @@ def drop_slot(tree: Tree, node: Node, tier: int, g: int, depth: int) -> None:
     assert copy.seen is not None
     if all(depth not in (copy.pages[other] or ()) for other in tree.slots):
         del copy.seen[depth]
-        for loose in tree.loose:  # the window before it may stand between others now
-            if copy.pages[loose]:
-                tree.queues[loose, tier].add(node, copy)
-    if tree.announcing and g == tree.told:
+        for sliding in tree.sliding:  # the window before it may stand between others now
+            if copy.pages[sliding]:
+                tree.queues[sliding, tier].add(node, copy)
+    if tree.announcing and g == tree.announced_group:
         tell_removed(tree, node, tier, range(depth - node.start - 1, depth - node.start))
     tree.pools[tier][g].release_one(slot, TREE)
     tree.pools[tier][g].idle -= 1

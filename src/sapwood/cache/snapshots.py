@@ -42,9 +42,9 @@ class Snapshots:
         lease.opened = True
         copies = []
         for g in tree.slots:
-            copy = tree.groups[g].name, lease.seed.get(g, 0), lease.working[g], tree.page_size, "before"
+            copy = tree.groups[g].name, lease.start_snapshot.get(g, 0), lease.working[g], tree.page_size, "before"
             copies.append(_new(PageCopy, copy))
-        if lease.seed:
+        if lease.start_snapshot:
             lease.opened_at = flight.step
             flight.opened.append(lease)
         if lease.source is not None:
@@ -107,7 +107,7 @@ class Snapshots:
         if node.start >= page:
             node = tree.node_at(node, page)
         kept = [g for g, slot in snapshot.slots.items() if put_slot(tree, node, DEVICE, g, page, slot)]
-        if tree.has_host or tree.told in kept:
+        if tree.has_host or tree.announced_group in kept:
             self.publisher.snapshot_is_real(lease, node, page, kept, snapshot.rolling)
         if lease.cuts:
             self._skip_cut(lease, page)

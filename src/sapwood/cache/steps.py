@@ -109,7 +109,7 @@ class StepCommits:
         plain, promises = publisher.plain, flight.promises
         flight.promises = []
         for promise in promises:
-            if not promise.lease.root.hooked:
+            if not promise.lease.root.attached:
                 continue
             unmark(tree, promise)
             if not plain:
@@ -145,7 +145,7 @@ class StepCommits:
         gone = self.flights.pop(step, None)
         later = [flight for number, flight in sorted(self.flights.items()) if number > step]
         doomed = ([gone] if gone is not None else []) + later
-        promises = [p for flight in doomed for p in flight.promises if p.lease.root.hooked]
+        promises = [p for flight in doomed for p in flight.promises if p.lease.root.attached]
         for promise in promises:
             tree.pin(promise.node, DEVICE)
             unmark(tree, promise)
@@ -173,7 +173,7 @@ class StepCommits:
             self._drop(lease, FLIGHT)
         for lease in flight.opened:
             if lease.opened_at == flight.step:
-                self.follower.unseed(lease)
+                self.follower.release_snapshot(lease)
         for holder in flight.holders:
             holder.let_go(self.tree)
         self._free(flight.freed)
@@ -187,7 +187,7 @@ class StepCommits:
     def _fall_back_all(self, step: int, held: StepInFlight | None) -> list[Lease]:
         fallen = []
         tree = self.tree
-        roots = [*tree.roots.values(), *tree.unhooked]
+        roots = [*tree.roots.values(), *tree.detached_roots]
         for lease in [holder for root in roots for holder in root.holders if isinstance(holder, Lease)]:
             lost = [page for number, page in lease.deps if number >= step]
             if lease.copied_at >= step:  # the copy on write it began with did not happen
@@ -243,7 +243,7 @@ class StepCommits:
         tree = self.tree
         old = lease.node
         reading = {
-            (DEVICE, g): [(max(low, page), high) for low, high in lease.reading(g) if high > page] for g in tree.loose
+            (DEVICE, g): [(max(low, page), high) for low, high in lease.reading(g) if high > page] for g in tree.sliding
         }
         seeded = lease.seed_depth > page  # it began on pages that were promised, and are withdrawn now
         if held is not None:
@@ -254,7 +254,7 @@ class StepCommits:
                 for low, high in spans:
                     unread(tree, old, DEVICE, g, low, high)
         if seeded:  # while its anchor still stands below the snapshot
-            self.follower.unseed(lease)
+            self.follower.release_snapshot(lease)
         if lease.depth > page:
             node = tree.node_ending(old, page) if page else lease.root.top
             tree.pin(node, DEVICE)
@@ -276,8 +276,8 @@ class StepCommits:
         if lease.detached:
             self.fall_back(lease, 0, held)
             self._stop_reading(lease, lease.seeds(), held)
-            lease.seed = {}
-            self.follower.reseed(lease, 0)
+            lease.start_snapshot = {}
+            self.follower.start_from_snapshot(lease, 0)
             lease.start = lease.boundary = 0
             return 0
         path = tree.path_to(lease.node)
@@ -291,7 +291,7 @@ class StepCommits:
     def _reaches_back(self, lease: Lease, position: int) -> bool:
         """Whether the lease still has what a row from `position` on reads. One that began on promised pages has not
         got those before them."""
-        for g in self.tree.loose:
+        for g in self.tree.sliding:
             table = lease.table(g)
             for low, high in self.tree.families[g].pages_read(position):
                 if high > len(table) or not table[low:high].all():
@@ -337,19 +337,19 @@ class StepCommits:
         if lease.working:
             for g, slot in lease.working.items():
                 tree.pools[DEVICE][g].release_one(slot, owner)
-        if lease.seed:
-            self.follower.unseed(lease)
+        if lease.start_snapshot:
+            self.follower.release_snapshot(lease)
         if lease.source is not None:
             lease.source.let_go(tree)
         if lease.detached:
             for g in tree.paged:
                 tree.pools[DEVICE][g].unread(lease.adopted(g)[1])
         elif lease.counted:
-            for g in tree.loose:
+            for g in tree.sliding:
                 for low, high in lease.reading(g):
                     unread(tree, lease.node, DEVICE, g, low, high)
         else:
-            del tree.quiet[lease]
+            del tree.uncounted[lease]
         del lease.root.holders[lease]
         if not lease.detached:
             tree.unpin(lease.node, DEVICE)

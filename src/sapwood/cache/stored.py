@@ -155,7 +155,7 @@ class StoreFetches:
     def _above(self, root: Root, tokens: bytes, first: int) -> Node | None:
         """The node that fetched pages from `first` on would follow; None if nobody could reach them there."""
         tree = self.tree
-        if not root.hooked or not self.whole:
+        if not root.attached or not self.whole:
             return None
         path = tree.walk(root, tokens[: first * tree.page_bytes])
         if tree.closed and path.deepest_closed(first) < first:
@@ -198,7 +198,7 @@ class StoreFetches:
         """How far pages up to `end` can land. Not where something above them is gone: nobody could reach them. And not
         on pages that a step in flight has only promised: they go, with all that is below, if it fails."""
         tree, root, first = self.tree, fetch.root, fetch.first
-        if not root.hooked:
+        if not root.attached:
             return first
         if not tree.closed:
             return end
@@ -252,7 +252,7 @@ class StoreFetches:
 
     def _begin_backup(self, span: Span) -> list[StoreOperation]:
         tree, node, first = self.tree, span.node, span.first
-        if not node.alive or not node.root.hooked:
+        if not node.alive or not node.root.attached:
             return []
         last = min(span.last, node.end)
         if tree.closed:
@@ -276,7 +276,7 @@ class StoreFetches:
         last = max([spans[-1][1] for spans in where.values()])
         held = {(HOST, g): joined(pieces) for g, pieces in found.items()}
         op = self.ledger.number()
-        spans = {(HOST, g): where[g] for g in tree.loose if g in where}
+        spans = {(HOST, g): where[g] for g in tree.sliding if g in where}
         self.backups[op] = hold(tree, anchor, (HOST,), (first, last), held, spans)
         self.ledger.counts["backups"] += 1
         pages = {tree.groups[g].name: as_ids(spread(where[g], ids, first, last)) for (_, g), ids in held.items()}

@@ -56,7 +56,7 @@ class Transfer(PinHolder):
         read_held(tree, node, reads, {})
         PinHolder.__init__(self, tree, node, tiers, columns, reads, spans)
         if spans:
-            self.counted, tree.quiet[self] = False, None
+            self.counted, tree.uncounted[self] = False, None
         self.op = op
         self.tier = tier  # where it writes
         self.first, self.last = columns

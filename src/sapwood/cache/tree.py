@@ -23,7 +23,7 @@ from .path import Path, agree
 from .pool import TREE, Ids, PagePool
 from .slots import drop_slot, split_slots
 
-_IN_SHELF = 1
+_IN_LEAF_LRU = 1
 
 Cover = list[tuple[Node, int, int]]  # nodes of a path, deepest first, and which of their own pages are meant
 
@@ -54,9 +54,9 @@ class Tree:
         self.families: list[Family] = [family_class(g.family)(g, i, page_size) for i, g in enumerate(groups)]
         fams = self.families
         self.closed = [i for i, f in enumerate(fams) if f.closed]
-        self.loose = [i for i, f in enumerate(fams) if not f.closed and f.shape == "pages"]
-        self.paged = self.closed + self.loose
-        self.patient = [i for i in self.closed if not fams[i].reads_promised]
+        self.sliding = [i for i, f in enumerate(fams) if not f.closed and f.shape == "pages"]
+        self.paged = self.closed + self.sliding
+        self.waits_for_real = [i for i in self.closed if not fams[i].reads_promised]
         self.slots = [i for i, f in enumerate(fams) if f.shape == "slot"]
         self._no_pages: list[Any] = [b"" if f.closed else None for f in fams]
         self._no_reads: list[bytearray | None] = [None] * len(fams)
@@ -69,17 +69,17 @@ class Tree:
             ]
             for t in self.tiers
         ]
-        self.told = self.closed[0] if self.closed else 0  # the group of which events speak
-        self.shelves = [LeafLru() for _ in self.tiers]
+        self.announced_group = self.closed[0] if self.closed else 0  # the group of which events speak
+        self.leaf_lrus = [LeafLru() for _ in self.tiers]
         self.queues = {
             (i, t): PageEvictionQueue(self, i, t, k)
-            for k, (i, t) in enumerate((i, t) for i in self.loose + self.slots for t in self.tiers)
+            for k, (i, t) in enumerate((i, t) for i in self.sliding + self.slots for t in self.tiers)
         }
         self.hashing = hashing or announcing
         self.announcing = announcing
         self.events: list[KVEvent] = []
         self.roots: dict[Namespace, Root] = {}
-        self.unhooked: dict[Root, None] = {}  # evicted namespaces that somebody still holds pages of
+        self.detached_roots: dict[Root, None] = {}  # evicted namespaces that somebody still holds pages of
         self.ghosts = Ghosts(ghost_bytes)
         self.now = 0
         self.seq = 0
@@ -87,7 +87,7 @@ class Tree:
         self.nodes = 0
         self.promises = 0  # made by steps in flight
         self.evicted = [[0] * len(groups) for _ in self.tiers]
-        self.quiet: dict[Any, None] = {}  # who reads windows and is not counted yet, see readers.py
+        self.uncounted: dict[Any, None] = {}  # who reads windows and is not counted yet, see readers.py
 
     # ---- roots
 
@@ -102,16 +102,16 @@ class Tree:
 
     def forget_if_empty(self, root: Root) -> None:
         """A namespace with nothing in it costs nothing."""
-        if root in self.unhooked and not root.holders:
-            del self.unhooked[root]
-        if root.hooked and not root.bound and not root.top.children and not root.holders:
-            root.hooked = False
+        if root in self.detached_roots and not root.holders:
+            del self.detached_roots[root]
+        if root.attached and not root.bound and not root.top.children and not root.holders:
+            root.attached = False
             del self.roots[root.namespace]
 
     def _node(self, root: Root, parent: Node | None, edge: bytes | bytearray, start: int, n: int) -> Node:
         self.seq += 1
         pages, reads, now = self._no_pages, self._no_reads, self.now
-        if not self.loose:  # nobody will ever count readers there
+        if not self.sliding:  # nobody will ever count readers there
             device = Copy(pages.copy(), now, reads)
             host = Copy(pages.copy(), now, reads) if self.has_host else None
         else:
@@ -208,12 +208,12 @@ class Tree:
         top.holds = 1 if low.holds else 0
         top.count = min(low.count, k)
         low.count -= top.count
-        top.kids = 1 if low.count else 0
+        top.backed_children = 1 if low.count else 0
         for g in self.closed:
             pages = low.pages[g]
             top.pages[g] = bytes(pages[: 4 * k])
             low.pages[g] = pages[4 * k :]
-        for g in self.loose:
+        for g in self.sliding:
             pages = low.pages[g]
             if pages is not None:
                 top.pages[g] = pages[: 4 * k]
@@ -222,14 +222,14 @@ class Tree:
             reads = low.reads[g]
             if reads is not None:
                 top.reads[g], low.reads[g] = reads[:k], reads[k:]
-        if low.crowds:
+        if low.reader_overflow:
             end = upper.start + k
-            top.crowds = {key: more for key, more in low.crowds.items() if key[1] < end}
-            low.crowds = {key: more for key, more in low.crowds.items() if key[1] >= end}
+            top.reader_overflow = {key: more for key, more in low.reader_overflow.items() if key[1] < end}
+            low.reader_overflow = {key: more for key, more in low.reader_overflow.items() if key[1] >= end}
         if low.seen:
             split_slots(self, upper, top, low, tier)
-        if top.count and not top.kids and not top.holds:
-            self.shelve(upper, top, tier)
+        if top.count and not top.backed_children and not top.holds:
+            self.enqueue_leaf(upper, top, tier)
 
     def attach(self, parent: Node, edge: bytes | bytearray, n: int) -> Node:
         """A new child of `parent`, with nothing in it yet."""
@@ -237,7 +237,7 @@ class Tree:
         parent.children[bytes(edge[: self.page_bytes])] = node
         parent.recent = node
         self.nodes += 1
-        for g in self.loose:  # the parent is no leaf any more: its last window may now stand between others
+        for g in self.sliding:  # the parent is no leaf any more: its last window may now stand between others
             if parent.device.pages[g] is not None:
                 self.queues[g, DEVICE].add(parent, parent.device)
             if parent.host is not None and parent.host.pages[g] is not None:
@@ -302,7 +302,7 @@ class Tree:
                 break
             taken += copy.count
             at = at.parent
-        self.shelves[tier].evictable -= taken
+        self.leaf_lrus[tier].evictable -= taken
 
     def unpin(self, node: Node, tier: int) -> None:
         """Let go of the path to `node`. What nobody holds any more was used just now."""
@@ -315,10 +315,10 @@ class Tree:
                 break
             copy.used = now
             freed += copy.count
-            if not copy.kids and copy.count:
-                self.shelve(at, copy, tier)
+            if not copy.backed_children and copy.count:
+                self.enqueue_leaf(at, copy, tier)
             at = at.parent
-        self.shelves[tier].evictable += freed
+        self.leaf_lrus[tier].evictable += freed
         if at is not node and not node.children:
             if type(node.edge) is bytearray and not node.device.holds:
                 self._rest(node)
@@ -336,10 +336,10 @@ class Tree:
             for g in self.closed:
                 pages[g] = bytes(pages[g])
 
-    def shelve(self, node: Node, copy: Copy, tier: int) -> None:
-        if not copy.queued & _IN_SHELF:
-            copy.queued |= _IN_SHELF
-            heappush(self.shelves[tier].heap, (copy.used, node.seq, node))
+    def enqueue_leaf(self, node: Node, copy: Copy, tier: int) -> None:
+        if not copy.queued & _IN_LEAF_LRU:
+            copy.queued |= _IN_LEAF_LRU
+            heappush(self.leaf_lrus[tier].heap, (copy.used, node.seq, node))
 
     # ---- closed pages
 
@@ -353,12 +353,12 @@ class Tree:
         if not added:
             return
         if not copy.count and node.parent is not None:
-            self.copy_in(node.parent, tier).kids += 1
+            self.copy_in(node.parent, tier).backed_children += 1
         copy.count += added
         if not copy.holds:
-            self.shelves[tier].evictable += added
-            if not copy.kids:
-                self.shelve(node, copy, tier)
+            self.leaf_lrus[tier].evictable += added
+            if not copy.backed_children:
+                self.enqueue_leaf(node, copy, tier)
 
     def _drop_closed(self, node: Node, tier: int, keep: int) -> None:
         """Free the closed pages of `node` in a tier from its page `keep` on."""
@@ -366,7 +366,7 @@ class Tree:
         n = copy.count - keep
         if n <= 0:
             return
-        if self.announcing and self.told in self.closed:
+        if self.announcing and self.announced_group in self.closed:
             tell_removed(self, node, tier, range(keep, copy.count))
         for g in self.closed:
             pages = copy.pages[g]
@@ -375,31 +375,31 @@ class Tree:
             self.count_evicted(node, tier, g, n)
         copy.count = keep
         if not copy.holds:
-            self.shelves[tier].evictable -= n
+            self.leaf_lrus[tier].evictable -= n
         if not keep and node.parent is not None:
             self.lost_kid(node.parent, tier)
 
     def lost_kid(self, parent: Node, tier: int) -> None:
         copy = self.copy_in(parent, tier)
-        copy.kids -= 1
-        if not copy.kids and copy.count and not copy.holds:
-            self.shelve(parent, copy, tier)
+        copy.backed_children -= 1
+        if not copy.backed_children and copy.count and not copy.holds:
+            self.enqueue_leaf(parent, copy, tier)
 
     def evict_closed(self, tier: int, need: int) -> None:
         """Free `need` closed pages of a tier: whole leaves, least recently used first, and the last one trimmed.
         The caller has seen that there are that many (`LeafLru.evictable`)."""
-        shelf = self.shelves[tier]
+        lru = self.leaf_lrus[tier]
         while need > 0:
-            used, _, node = heappop(shelf.heap)
+            used, _, node = heappop(lru.heap)
             if not node.alive:
-                shelf.stale -= 1
+                lru.stale -= 1
                 continue
             copy = self.copy_in(node, tier)
-            copy.queued &= ~_IN_SHELF
-            if copy.holds or copy.kids or not copy.count:
+            copy.queued &= ~_IN_LEAF_LRU
+            if copy.holds or copy.backed_children or not copy.count:
                 continue
             if copy.used > used:
-                self.shelve(node, copy, tier)
+                self.enqueue_leaf(node, copy, tier)
                 continue
             if tier == DEVICE and node.host is not None and 0 < node.host.count < node.n:
                 self.split(node, node.host.count)  # the part that is on the device alone goes first
@@ -409,20 +409,20 @@ class Tree:
 
     def coldest(self, tier: int, most: int) -> list[Node]:
         """Leaves that eviction would take next, in about its order; at most `most`. Takes nothing."""
-        shelf = self.shelves[tier]
+        lru = self.leaf_lrus[tier]
         found: list[Node] = []
         looked: list[tuple[int, int, Node]] = []
-        while shelf.heap and len(found) < most and len(looked) < 4 * most:
-            entry = heappop(shelf.heap)
+        while lru.heap and len(found) < most and len(looked) < 4 * most:
+            entry = heappop(lru.heap)
             if not entry[2].alive:
-                shelf.stale -= 1
+                lru.stale -= 1
                 continue
             looked.append(entry)
             copy = self.copy_in(entry[2], tier)
-            if copy.count and not copy.holds and not copy.kids:
+            if copy.count and not copy.holds and not copy.backed_children:
                 found.append(entry[2])
         for entry in looked:
-            heappush(shelf.heap, entry)
+            heappush(lru.heap, entry)
         return found
 
     def _evict_tail(self, node: Node, tier: int, keep: int) -> None:
@@ -439,17 +439,17 @@ class Tree:
         elif keep and not (tier and elsewhere):
             upper = self.split(node, keep)
             self._drop_closed(node, tier, 0)
-            self._shelve_if_leaf(upper, tier)
+            self._enqueue_if_leaf(upper, tier)
             return
         else:
             self.version += 1
             self._drop_closed(node, tier, keep)
-        self._shelve_if_leaf(node, tier)
+        self._enqueue_if_leaf(node, tier)
 
-    def _shelve_if_leaf(self, node: Node, tier: int) -> None:
+    def _enqueue_if_leaf(self, node: Node, tier: int) -> None:
         copy = self.copy_in(node, tier)
-        if copy.count and not copy.kids and not copy.holds:
-            self.shelve(node, copy, tier)
+        if copy.count and not copy.backed_children and not copy.holds:
+            self.enqueue_leaf(node, copy, tier)
 
     # ---- pruning
 
@@ -510,14 +510,14 @@ class Tree:
     def leave_queues(self, copy: Copy, tier: int) -> None:
         if not copy.queued:
             return
-        if copy.queued & _IN_SHELF:
-            shelf = self.shelves[tier]
-            shelf.stale += 1
-            if shelf.stale * 2 > len(shelf.heap) + 64:
-                shelf.heap = [entry for entry in shelf.heap if entry[2].alive]
-                heapify(shelf.heap)
-                shelf.stale = 0
-        for g in self.loose + self.slots:
+        if copy.queued & _IN_LEAF_LRU:
+            lru = self.leaf_lrus[tier]
+            lru.stale += 1
+            if lru.stale * 2 > len(lru.heap) + 64:
+                lru.heap = [entry for entry in lru.heap if entry[2].alive]
+                heapify(lru.heap)
+                lru.stale = 0
+        for g in self.sliding + self.slots:
             self.queues[g, tier].lost(copy)
 
     def prune_below(self, node: Node) -> None:
@@ -548,9 +548,9 @@ class Tree:
         """Free what `node` has from its page `keep` on, in every group and tier."""
         for t in self.tiers:
             copy = self.copy_in(node, t)
-            for g in self.loose:
+            for g in self.sliding:
                 if copy.pages[g] is not None:
-                    self.drop_loose(node, t, g, range(keep, node.n))
+                    self.drop_sliding(node, t, g, range(keep, node.n))
                     copy.pages[g] = copy.pages[g][: 4 * keep] if keep else None
                 reads = copy.reads[g]
                 if reads is not None:
@@ -561,7 +561,7 @@ class Tree:
                     self.count_evicted(node, t, g, 1)
             self._drop_closed(node, t, keep)
 
-    def drop_loose(self, node: Node, tier: int, g: int, columns: range | Ids) -> int:
+    def drop_sliding(self, node: Node, tier: int, g: int, columns: range | Ids) -> int:
         """Free pages of a group that is not closed; they become holes. Nobody may read them. Returns how many."""
         held = self.copy_in(node, tier).pages[g]
         if not held:
@@ -572,7 +572,7 @@ class Tree:
         at = at[pages[at] != 0]
         if not len(at):
             return 0
-        if self.announcing and g == self.told:
+        if self.announcing and g == self.announced_group:
             tell_removed(self, node, tier, at)
         pool = self.pools[tier][g]
         ids = pages[at]

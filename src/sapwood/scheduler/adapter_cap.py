@@ -13,11 +13,11 @@ class AdapterCap:
         self.inside = set(running) if cap else set()
         self.closed = False
 
-    def lets_in(self, adapter: bytes) -> bool:
+    def admits_new(self, adapter: bytes) -> bool:
         """Whether a row that is no decode row may enter."""
-        return not self.closed and self.lets_on(adapter)
+        return not self.closed and self.admits_decoding(adapter)
 
-    def lets_on(self, adapter: bytes) -> bool:
+    def admits_decoding(self, adapter: bytes) -> bool:
         """Whether a row that decodes, and has sat out, may go on."""
         if not self.cap or adapter in self.inside:
             return True

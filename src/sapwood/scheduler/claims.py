@@ -14,11 +14,11 @@ _MAX_RETRIES_PER_PLAN = 8  # claims looked at again before a plan: a walk of the
 
 
 class _Claim:
-    __slots__ = ("short", "stay", "tries", "upto")
+    __slots__ = ("pin", "short", "tries", "upto")
 
     def __init__(self, upto: int) -> None:
         self.upto = upto  # pages of the prompt
-        self.stay = 0  # its number in the cache; 0: nothing is held
+        self.pin = 0  # its number in the cache; 0: nothing is held
         self.short = False  # the limit allows no more
         self.tries = 0
 
@@ -32,7 +32,7 @@ class Claims:
     @property
     def held(self) -> int:
         """How many requests have pages that stay."""
-        return sum([claim.stay > 0 for claim in self.of.values()])
+        return sum([claim.pin > 0 for claim in self.of.values()])
 
     def make(self, request: Request, upto: int) -> None:
         """Host has the first `upto` pages of its prompt: so it shall be when it comes in."""
@@ -64,17 +64,17 @@ class Claims:
 
     def _hold(self, request: Request, claim: _Claim) -> None:
         self._let_go(claim)
-        claim.stay, claim.short = self.cache.begin_stay(request.binding, request.tokens, claim.upto)
+        claim.pin, claim.short = self.cache.pin_on_host(request.binding, request.tokens, claim.upto)
 
     def _let_go(self, claim: _Claim) -> None:
-        self.cache.end_stay(claim.stay)
-        claim.stay, claim.short = 0, True
+        self.cache.unpin_on_host(claim.pin)
+        claim.pin, claim.short = 0, True
 
     def _last_behind(self, request: Request) -> Request | None:
         """Of those who come in after it, the last one that has anything."""
-        behind = [other for other, claim in self.of.items() if claim.stay and other.key > request.key]
+        behind = [other for other, claim in self.of.items() if claim.pin and other.key > request.key]
         return max(behind, key=lambda other: other.key, default=None)
 
 
 def _lacks(claim: _Claim) -> bool:
-    return claim.short or not claim.stay
+    return claim.short or not claim.pin

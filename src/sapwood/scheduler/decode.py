@@ -70,7 +70,7 @@ class DecodeRows:
         self._take_memory(np.zeros((4, 0), np.int64), np.zeros((0, self._columns), np.int32))
         self._counted = np.zeros((0, 0), np.int32)
         self._eos = np.full((0, 0), _NO_TOKEN, np.int32)
-        self.listens = False  # whether any row has had eos tokens that count
+        self.has_eos_rows = False  # whether any row has had eos tokens that count
         self._forget()
 
     def _take_memory(self, fields: npt.NDArray[np.int64], ring: Ints) -> None:
@@ -231,9 +231,9 @@ class DecodeRows:
         row, last = request.row, self.count - 1
         del self.crossing[request.lead % self.page_size][request]
         if request.ends > self.tick:
-            self._unforesee(self.ending, request.ends, request)
+            self._cancel_scheduled(self.ending, request.ends, request)
         if request.wakes:
-            self._unforesee(self.waking, request.wakes, request)
+            self._cancel_scheduled(self.waking, request.wakes, request)
             request.wakes = 0
         if request.adapter is not None:
             self.adapters[request.adapter] -= 1
@@ -256,7 +256,7 @@ class DecodeRows:
         self._forget()
 
     @staticmethod
-    def _unforesee(foreseen: dict[int, dict[Request, None]], tick: int, request: Request) -> None:
+    def _cancel_scheduled(foreseen: dict[int, dict[Request, None]], tick: int, request: Request) -> None:
         """What was to happen to it will not: nothing keeps a request that is over."""
         there = foreseen.get(tick)
         if there is not None:
@@ -278,7 +278,7 @@ class DecodeRows:
         if more > 0:
             self._eos = np.concatenate([self._eos, np.full((more, self._eos.shape[1]), _NO_TOKEN, np.int32)])
         self._eos[: len(request.eos), request.row] = request.eos
-        self.listens = True
+        self.has_eos_rows = True
 
     # ---- steps
 

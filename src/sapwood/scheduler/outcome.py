@@ -68,7 +68,7 @@ class Outcome:
         for request in flight.left:
             book.vacate(request)
         if decodes:
-            if decoding.listens:
+            if decoding.has_eos_rows:
                 for request in decoding.stopped():
                     if request.phase is DECODING:
                         book.end(request, "stop")
@@ -83,7 +83,7 @@ class Outcome:
         if self.slides:
             self._slide(crossed, [chunk.request for chunk in flight.chunks])
         if self.planner.retries:
-            self.planner.strike(flight.rows())
+            self.planner.drop_retried(flight.rows())
 
     def _publish(self, crossed: list[Request], retired: list[Request], step: int) -> None:
         """Rows whose page is full hand it to the tree, and keep its tokens."""

@@ -50,7 +50,7 @@ class Planner:
         self.policy = POLICIES[config.policy]()
         self.most = config.max_overtaken  # 0: everybody is overdue who has been passed over at all, and who waits
         self.overdue: list[Request] = []  # passed over too often, when they were last looked at
-        self.gate = AdapterCap(0, ())
+        self.adapter_cap = AdapterCap(0, ())
         self.retries: list[list[Request]] = []  # rows of failed steps, to be tried apart from each other
         self.groups = [group.name for group in self.cache.groups]
 
@@ -102,7 +102,7 @@ class Planner:
             self.budget = min(self.page, self.config.max_batch_tokens - rows)
         self.copies: list[PageCopy] = []
         if self.config.max_loras:
-            self.gate = AdapterCap(
+            self.adapter_cap = AdapterCap(
                 self.config.max_loras, self.book.decoding.adapters
             )  # who prefills will decode with them
         self.ahead = -1  # pages that running requests will still take; counted when somebody wants to come in
@@ -178,7 +178,9 @@ class Planner:
                 return []
             self.retries[0] = group
             self._begin(0)
-            self.gate = AdapterCap(self.config.max_loras, ())  # those who are tried apart do not join the decodes
+            self.adapter_cap = AdapterCap(
+                self.config.max_loras, ()
+            )  # those who are tried apart do not join the decodes
             chunks: list[Chunk] = []
             if not self.config.mixed:
                 group = [request for request in group if request.decodes == group[0].decodes]
@@ -187,7 +189,7 @@ class Planner:
             if chunks or not self.pressure.break_deadlock():
                 return chunks
 
-    def strike(self, rows: list[Request]) -> None:
+    def drop_retried(self, rows: list[Request]) -> None:
         """These have been tried apart. Who belongs to them and found no place in the batch is tried next, and so is who
         has not got beyond where it failed."""
         rest = [request for request in self.retries[0] if request not in rows or request.failed_at >= 0]
@@ -251,8 +253,8 @@ class Planner:
             if self.budget <= 0:
                 break
             if (self.free > 0 or request.lease is not None) and not self._serve(request, chunks):
-                if request.adapter is not None and not self.gate.lets_in(request.adapter):
-                    self.gate.close()
+                if request.adapter is not None and not self.adapter_cap.admits_new(request.adapter):
+                    self.adapter_cap.close()
                 elif request.lease is None or request.sat_out:
                     self.free = 0  # it does not fit: nobody else comes in
         if self.config.mixed and book.prefilling.items:
@@ -278,7 +280,7 @@ class Planner:
         if request.lease is None:
             if self.free <= 0 or self.budget <= 0:
                 return True
-            if request.adapter is not None and not self.gate.lets_in(request.adapter):
+            if request.adapter is not None and not self.adapter_cap.admits_new(request.adapter):
                 return False
             if not self._admit(request):
                 if not self.looks:
@@ -293,14 +295,16 @@ class Planner:
         adapter = request.adapter
         if self.budget <= 0:
             return False
-        if adapter is not None and not (self.gate.lets_on if request.decodes else self.gate.lets_in)(adapter):
+        if adapter is not None and not (
+            self.adapter_cap.admits_decoding if request.decodes else self.adapter_cap.admits_new
+        )(adapter):
             return False
         chunk = self._chunk(request)
         if chunk is None:
             return False
         chunks.append(chunk)
         if adapter is not None:
-            self.gate.enter(adapter)
+            self.adapter_cap.enter(adapter)
         return True
 
     def _chunk(self, request: Request) -> Chunk | None:

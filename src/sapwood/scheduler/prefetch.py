@@ -110,7 +110,7 @@ class Prefetch:
         if missing is None:
             return
         search = self.by_hash.get(missing.hashes[0])
-        if search is not None and search.seeker.binding.hooked:
+        if search is not None and search.seeker.binding.attached:
             self.counts["joined"] += 1
         else:
             search = self.by_hash[missing.hashes[0]] = _Search(request, missing.first, missing.hashes)
@@ -199,7 +199,7 @@ class Prefetch:
     @staticmethod
     def _asking(search: _Search) -> Binding | None:
         """The binding of somebody who waits and could find what comes. The one who asked may have ended meanwhile."""
-        return next((request.binding for request in search.waiters if request.binding.hooked), None)
+        return next((request.binding for request in search.waiters if request.binding.attached), None)
 
     def _look_up_fewer(self, search: _Search, pages: int) -> None:
         """Host cannot take what the store has. Where, within what it can take, could every group be served?"""

@@ -92,11 +92,11 @@ class Call:
 
         job = generation.job
 
-        def reads() -> None:
+        def on_tokens() -> None:
             for piece in generation.take():
                 job.keeps(len(writer.piece(piece)))  # as it would be in a stream: near enough
 
-        async with _Watched(self, generation, reads):
+        async with _Watched(self, generation, on_tokens):
             while generation.open:
                 await job.more()
                 if job.news:  # there is more of it, and others have their turn first
@@ -108,7 +108,7 @@ class Call:
         self.generation = generation
         job = generation.job
 
-        def reads() -> list[bytes]:
+        def on_tokens() -> list[bytes]:
             if self.status and not job.idle:
                 return [writer.piece(piece) for piece in generation.take()]
             events = [] if self.status else [writer.opening()]  # not sent, if the engine refuses the request
@@ -117,7 +117,7 @@ class Call:
                 return [*events, _KEEP_ALIVE]
             return events + [writer.piece(piece) for piece in generation.take()]
 
-        async with _Watched(self, generation, reads, keepalive):
+        async with _Watched(self, generation, on_tokens, keepalive):
             try:
                 await asyncio.create_task(self._pump(generation))
                 await self._write(writer.closing())
@@ -128,7 +128,7 @@ class Call:
         await self.send({"type": "http.response.body", "body": b""})
 
     async def _pump(self, generation: Generation) -> None:
-        """Write events as `reads` makes them. A task of its own: to be woken for each token costs more, the more
+        """Write events as `on_tokens` makes them. A task of its own: to be woken for each token costs more, the more
         coroutines wait for each other."""
         send, more = self.send, generation.job.more
         while generation.open:
@@ -151,16 +151,16 @@ def _nothing() -> None:
 
 
 class _Watched:
-    """While a generation runs: `reads` is asked for what has come of it, the client's leaving ends it, and long silence
-    is told."""
+    """While a generation runs: `on_tokens` is asked for what has come of it, the client's leaving ends it, and long
+    silence is told."""
 
     def __init__(
-        self, call: Call, generation: Generation, reads: Callable[[], Any], keepalive: float | None = None
+        self, call: Call, generation: Generation, on_tokens: Callable[[], Any], keepalive: float | None = None
     ) -> None:
         self._call = call
         self._generation = generation
         self._job = generation.job
-        self._job.reads = reads
+        self._job.on_tokens = on_tokens
         self._job.holds = call.scope.get(HOLDS, self._job.holds)
         self._keepalive = keepalive
         self._timer: asyncio.TimerHandle | None = None
@@ -173,7 +173,7 @@ class _Watched:
 
     async def __aexit__(self, *_: object) -> None:
         self._generation.close()
-        self._job.reads = _nothing  # it knows the job, and nobody waits for a garbage collector
+        self._job.on_tokens = _nothing  # it knows the job, and nobody waits for a garbage collector
         if self._timer is not None:
             self._timer.cancel()
         self._task.cancel()

@@ -33,12 +33,12 @@ class MemoryBackend(Backend):
         return [name in self._shelf.values for name in names]
 
     def get(self, items: Sequence[Item]) -> Iterator[Got]:
-        shelf = self._shelf
+        shared = self._shelf
         for i, item in enumerate(items):
-            with shelf.lock:
-                value = shelf.values.get(item.name)
+            with shared.lock:
+                value = shared.values.get(item.name)
                 if value is not None:
-                    shelf.values.move_to_end(item.name)
+                    shared.values.move_to_end(item.name)
             if value is None:
                 yield Got(i, b"", MISSING)
                 continue
@@ -47,27 +47,27 @@ class MemoryBackend(Backend):
             yield Got(i, value[:HEAD_BYTES], max(0, len(value) - HEAD_BYTES))
 
     def put(self, items: Sequence[Item]) -> Iterator[PutResult]:
-        shelf = self._shelf
+        shared = self._shelf
         for i, item in enumerate(items):
-            if item.name in shelf.values:
+            if item.name in shared.values:
                 yield PutResult(i, "")
                 continue
             value = b"".join((item.head(), item.page))
-            with shelf.lock:
-                while shelf.values and shelf.used + len(value) > self._limit:
-                    shelf.used -= len(shelf.values.popitem(last=False)[1])
+            with shared.lock:
+                while shared.values and shared.used + len(value) > self._limit:
+                    shared.used -= len(shared.values.popitem(last=False)[1])
                     self._evicted += 1
-                fits = shelf.used + len(value) <= self._limit
+                fits = shared.used + len(value) <= self._limit
                 if fits:
-                    shelf.used += len(value) - len(shelf.values.pop(item.name, b""))
-                    shelf.values[item.name] = value
+                    shared.used += len(value) - len(shared.values.pop(item.name, b""))
+                    shared.values[item.name] = value
             yield PutResult(i, "" if fits else "full")
 
     def delete(self, names: Sequence[str]) -> None:
-        shelf = self._shelf
-        with shelf.lock:
+        shared = self._shelf
+        with shared.lock:
             for name in names:
-                shelf.used -= len(shelf.values.pop(name, b""))
+                shared.used -= len(shared.values.pop(name, b""))
 
     def stats(self) -> dict[str, Any]:
         return {"used": self._shelf.used, "limit": self._limit, "evicted": self._evicted}

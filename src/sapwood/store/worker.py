@@ -35,13 +35,15 @@ _NEVER = 10**9  # failures: whether to ask at all is decided before a job comes 
 class _Served(ThreadStore):
     """A store that keeps for each job what it says about the backend: the judge is elsewhere."""
 
-    def __init__(self, backend: Backend, fingerprint: Fingerprint, shown: str, missing: Missing, bell: Wakeup) -> None:
+    def __init__(
+        self, backend: Backend, fingerprint: Fingerprint, shown: str, missing: Missing, wakeup: Wakeup
+    ) -> None:
         options: dict[str, Any] = {
             "breaker": Breaker(failures=_NEVER),
             "missing": missing,
             "on_report": self._part_over,
         }
-        self._bell = bell
+        self._wakeup = wakeup
         self._told_taken = b""
         self.said: dict[int, tuple[bool, bool, str]] = {}
         super().__init__(backend, fingerprint, shown=shown, **options)
@@ -62,7 +64,7 @@ class _Served(ThreadStore):
 
     def _part_over(self) -> None:
         if self._reports:
-            self._bell.ring()
+            self._wakeup.ring()
 
     def seconds(self) -> float:
         """Until there is something to look at, if nobody rings before."""
@@ -93,10 +95,10 @@ class _Desk:
     def __init__(self, end: socket.socket) -> None:
         self._end = end
         self._link = wire.Connection(end)
-        self._bell = Wakeup()
+        self._wakeup = Wakeup()
         self._store: _Served | None = None
         self._poller = select.poll()
-        self._poller.register(self._bell, select.POLLIN)
+        self._poller.register(self._wakeup, select.POLLIN)
 
     def serve(self) -> None:
         while not self._link.lost:
@@ -115,7 +117,7 @@ class _Desk:
                     return
             self._link.flush()
             if self._store is not None and not self._link.unsent:  # else news wait, and are told together
-                self._bell.clear()
+                self._wakeup.clear()
                 if news := self._store.news():
                     self._link.send(news)
 
@@ -133,7 +135,7 @@ class _Desk:
             self._link.lost = True
             return
         missing = Missing(opening.missing_seconds, opening.missing_capacity)
-        self._store = _Served(backend, opening.fingerprint, shown, missing, self._bell)
+        self._store = _Served(backend, opening.fingerprint, shown, missing, self._wakeup)
         self._say(wire.frame(wire.OPENED))
 
     def _register(self, store: _Served, body: bytes) -> None:

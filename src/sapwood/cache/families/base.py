@@ -69,7 +69,7 @@ class Family:
         """
         raise NotImplementedError
 
-    def treasures(self) -> int:
+    def protected_tail_pages(self) -> int:
         """How many pages before a leaf, a branch point or a snapshot are evicted last. 0: all are alike."""
         return 0
 

@@ -45,6 +45,6 @@ class Window(Family):
         size, before = self.page_size, self.window - 1
         return [(now - before) // size for now in positions]
 
-    def treasures(self) -> int:
+    def protected_tail_pages(self) -> int:
         # A whole prompt begins at its last token, one before the boundary: its window reaches one token further back.
         return -(-self.window // self.page_size) + (1 if self.window % self.page_size else 0)

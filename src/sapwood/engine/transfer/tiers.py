@@ -152,9 +152,9 @@ class Tiers:
         self._jobs: dict[int, _StoreJob] = {}
         self._held: dict[int, _Held] = {}  # by job: told when the backend has returned
         self._ready: list[Event] = []  # for the next poll
-        self._bell = Wakeup()
+        self._wakeup = Wakeup()
         self._sleeper = select.poll()
-        self._sleeper.register(self._bell, select.POLLIN)
+        self._sleeper.register(self._wakeup, select.POLLIN)
         self._woken = False
         self._closed = False
         self._counts = dict.fromkeys(("loads", "saves", "lookups", "fetches", "backups", "failed", "refused"), 0)
@@ -172,7 +172,7 @@ class Tiers:
         if file is not None:
             self._sleeper.register(file, select.POLLIN)
         else:
-            store.on_report = self._bell.ring
+            store.on_report = self._wakeup.ring
         if store.gate is not None:
             _switching.begin()
             self._first = _First(store.gate)
@@ -226,7 +226,7 @@ class Tiers:
         """Until there is something to poll, or somebody calls `wake`, or for so many seconds. False if it was that."""
         until = math.inf if timeout is None else time.monotonic() + timeout
         while True:
-            self._bell.clear()
+            self._wakeup.clear()
             self._collect()
             if self._ready or self._woken:
                 self._woken = False
@@ -239,7 +239,7 @@ class Tiers:
     def wake(self) -> None:
         """End a `wait` that is under way, or the next one. Any thread may call it."""
         self._woken = True
-        self._bell.ring()
+        self._wakeup.ring()
 
     def seconds_to(self, ticks: int) -> float:
         """Until `poll` will have told of so many ticks more."""
@@ -254,7 +254,7 @@ class Tiers:
         """Until nothing is under way and all memory is the caller's. True if so in time; `poll` tells of it all."""
         until = time.monotonic() + timeout
         while True:
-            self._bell.clear()
+            self._wakeup.clear()
             self._collect()
             if not (self._moves or self._jobs or self._held):
                 return True

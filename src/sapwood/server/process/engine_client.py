@@ -95,11 +95,11 @@ class EngineJob:
     """One request in the engine. `news`: a lane has tokens or an end, the client has left (`gone`), or nothing has come
     for long (`idle`).
 
-    While somebody waits for news, `reads` makes of them what it is to get, at once and for all requests of a step
+    While somebody waits for news, `on_tokens` makes of them what it is to get, at once and for all requests of a step
     before any of them writes: writes one after the other find the clients awake, which costs a fraction."""
 
     __slots__ = (
-        *("_future", "_waiter", "first", "gone", "idle", "lanes", "link", "news", "numbers", "reads", "since"),
+        *("_future", "_waiter", "first", "gone", "idle", "lanes", "link", "news", "numbers", "on_tokens", "since"),
         *("_kept", "_missed", "_told", "holds", "tenant"),
     )
 
@@ -113,7 +113,7 @@ class EngineJob:
         self.idle = False
         self.news = False
         self.since = time.monotonic()  # when tokens last came
-        self.reads: Callable[[], Any] = lambda: None
+        self.on_tokens: Callable[[], Any] = lambda: None
         self.holds: Callable[[int], None] = lambda bytes: None  # is told of the memory that is kept for an answer:
         self._kept = 0  # bytes of what was read; to which comes what was not
         self._missed = 0  # news that nobody waited for
@@ -122,7 +122,7 @@ class EngineJob:
         self._waiter: asyncio.Future[Any] | None = None
 
     def more(self) -> asyncio.Future[Any]:
-        """What `reads` returns or raises, when there are news."""
+        """What `on_tokens` returns or raises, when there are news."""
         self._waiter = waiter = self._future()
         self._missed = 0
         if self._told > _MAX_UNREAD_BYTES:
@@ -141,7 +141,7 @@ class EngineJob:
                 self._tell()
             return
         try:
-            waiter.set_result(self.reads())
+            waiter.set_result(self.on_tokens())
         except (ApiError, Disconnected) as error:  # frames in a traceback would hold the waiter, which holds the error
             waiter.set_exception(error.with_traceback(None))
         except Exception as error:
