@@ -91,14 +91,14 @@ def test_names_tell_the_part(part, name):
 def test_names_of_our_kernels_are_those_that_are_looked_for():
     """Whoever renames a kernel must tell the profile. Read as text: Triton need not be here.
 
-    Mutation: `_attend` of triton_attention.py gets another name.
+    Mutation: `_attend` of kernels/attention.py gets another name.
     """
-    engine = Path(__file__).parents[2] / "src" / "sapwood" / "engine"
+    engine = Path(__file__).parents[2] / "src" / "sapwood" / "engine" / "kernels"
     for file, names in {
-        "triton_attention.py": ("_write", "_attend", "_merge"),
-        "triton_sampling.py": ("_choose_kernel",),
-        "triton_steps.py": ("_end",),
-        "triton_lora.py": ("_shrink_kernel", "_expand_kernel"),
+        "attention.py": ("_write", "_attend", "_merge"),
+        "sampling.py": ("_choose_kernel",),
+        "steps.py": ("_end",),
+        "lora.py": ("_shrink_kernel", "_expand_kernel"),
     }.items():
         text = (engine / file).read_text()
         assert all(f"def {name}(" in text for name in names)

@@ -82,7 +82,7 @@ class Running:
 
     def engine(self) -> int:
         """The process of the engine."""
-        found = child_of(self.process.pid, "engine_side")
+        found = child_of(self.process.pid, "engine_process")
         assert found, "there is no engine process"
         return found
 

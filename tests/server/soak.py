@@ -46,16 +46,17 @@ class Soak:
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.least = 0
+        self.waits: Callable[[], bool] = lambda: False
         self.heads = [" ".join(self.rng.choices(WORDS, k=self.rng.randrange(50, 400))) for _ in range(20)]
 
-    async def run(self, seconds: float, least: int = 0) -> None:
-        """For so long, and until so many requests are over."""
-        until_, self.least = time.monotonic() + seconds, least
+    async def run(self, seconds: float, least: int = 0, waits: Callable[[], bool] = lambda: False) -> None:
+        """For so long, until so many requests are over, and as long as somebody waits for what they do."""
+        until_, self.least, self.waits = time.monotonic() + seconds, least, waits
         await asyncio.gather(*(self._client(random.Random(self.rng.random()), until_) for _ in range(self.streams)))
 
     async def _client(self, rng: random.Random, until_: float) -> None:
         kinds = {"reads": 10, "leaves": 4, "leaves early": 2, "stalls": 1, "whole": 3, "nonsense": 1}
-        while time.monotonic() < until_ or self.counts.total() < self.least:
+        while time.monotonic() < until_ or self.counts.total() < self.least or self.waits():
             kind = rng.choices([*kinds], [*kinds.values()])[0]
             try:
                 await asyncio.wait_for(getattr(self, "_" + kind.replace(" ", "_"))(rng), PATIENCE)
@@ -145,7 +146,8 @@ def at_rest(server: Running) -> dict[str, Any]:
 def soak(
     seconds: float, streams: int, seed: int, during: Callable[[Running], None] = lambda server: None, **flags: Any
 ) -> dict[str, Any]:
-    """One soak. `during` is called in its middle. AssertionError with what is wrong."""
+    """One soak. `during` is called in its middle, and clients come as long as it takes. AssertionError with what is
+    wrong."""
     given = {"step_ms": 2, "host_pages": 3000, "device_pages": 6000, "max_num_seqs": 128, "fails": 97, **flags}
     server = Running(*paced_flags(**given), "--write-seconds", "2", "--max-queue", "4096").ready()
     try:
@@ -157,7 +159,7 @@ def soak(
         run = Soak(server, streams, seed + 1)
         with ThreadPoolExecutor(1) as thread:
             fault = thread.submit(lambda: (time.sleep(seconds / 3), during(server)))
-            asyncio.run(run.run(seconds, int(10 * seconds) + 1))
+            asyncio.run(run.run(seconds, int(10 * seconds) + 1, lambda: not fault.done()))
             fault.result()
         stats = at_rest(server)
         until(lambda: handles(api) <= before["api"][0] + 8)

@@ -249,7 +249,7 @@ def test_options_are_checked(options, says, capsys):
 def test_it_is_there_at_once():
     """Nothing heavy is imported for it, not even numpy.
 
-    Mutation: chat_command.py imports something of `sapwood.engine`.
+    Mutation: commands/chat.py imports something of `sapwood.engine`.
     """
     code = """
 import sys

@@ -92,10 +92,16 @@ FAULTS = [process_killed, disk_full, redis_dead, redis_hangs]
 
 
 def struck(fault: Any, folder: Path, seconds: float, streams: int) -> None:
+    """Clients come until the fault is seen: how soon that is depends on who else is busy on this machine."""
     folder.mkdir()
     with fault(folder) as given:
+
+        def strikes(server: Running) -> None:
+            given.strikes(server)
+            until(lambda: given.seen(store_of(server)))
+
         # So few pages on device and host that the store is read too.
-        told = soak(seconds, streams, 3, given.strikes, store=given.store, device_pages=3000, host_pages=1500, fails=0)
+        told = soak(seconds, streams, 3, strikes, store=given.store, device_pages=3000, host_pages=1500, fails=0)
     assert sum(told["requests"].values()) > 10 * seconds
     assert given.seen(told["store"]["store"]), told["store"]
 

@@ -9,7 +9,7 @@
 A request that is fetching holds nothing of the device; whoever is behind it goes on. An operation belongs to the cache,
 not to those who wait for it: they may end or lose patience, and it still keeps its pages until its event comes. What it
 brings stays on host for them until they come in (`claims.py`). What host has been given is backed up, and offered
-again where that failed (`owed.py`).
+again where that failed (`backup_retries.py`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A mixer of transformers goes on from its state in one or two places, each a function of its file. Given one token a row,
 all the rest of it treats tokens alike: so it is called with every token of the step as a row, and those functions are
-kernels that know where rows begin and end, and which state each has (triton_states.py):
+kernels that know where rows begin and end, and which state each has (kernels/states.py):
 
     causal_conv1d_update
     mamba_selective_state_update, mamba2_selective_state_update

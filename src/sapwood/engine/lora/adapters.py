@@ -1,6 +1,6 @@
 """LoRA adapters in one model: who is loaded, which slot of the device holds whom, and what is added to which token.
 
-    load(name, path) --> read in a process apart (lora_process.py)
+    load(name, path) --> read in a process apart (process.py)
                               |
                               v
                          host copies, by content digest        kept while a name or a request wants them
@@ -8,7 +8,7 @@
                               v
     slots on the device       module 1   A [slots + 1, rank, in]   B [slots + 1, out, rank]     slot 0 is the base model
                               module 2   ...
-                              |  applied(routing): what lora_layers.py adds to the outputs of modules
+                              |  applied(routing): what layers.py adds to the outputs of modules
                               v
                           forward of the model, rows of any adapters in one batch
 

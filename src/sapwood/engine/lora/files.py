@@ -1,5 +1,5 @@
 """What PEFT LoRA folders say, in adapter_config.json and in the header of adapter_model.safetensors; whether this
-engine can do it, and whether it fits a model. They come from strangers: lora_reader.py reads them in a process of its
+engine can do it, and whether it fits a model. They come from strangers: reader.py reads them in a process of its
 own, so there is nothing but the standard library here.
 
 What is not supported is refused by name, never left out: an adapter that runs without a part of itself answers wrongly.

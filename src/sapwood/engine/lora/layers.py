@@ -2,7 +2,7 @@
 
     y = base(x);   y[tokens of slot s] += (x @ A[s]^T) @ B[s]^T
 
-On a GPU two kernels do it for all slots at once (triton_lora.py), elsewhere torch does, slot by slot. Layers that are
+On a GPU two kernels do it for all slots at once (kernels/lora.py), elsewhere torch does, slot by slot. Layers that are
 computed as one product (fused.py) have one stack of weights, with a part for each of them.
 """
 

@@ -1,7 +1,7 @@
 """Adapters are read apart: each by a process of its own, which may hang, starve or die without anybody's step, request
 or other load noticing it. So many at a time, each for so long.
 
-    any thread: read ---- Ask, a file of memory ---> the process (lora_reader.py) --> folder
+    any thread: read ---- ReadRequest, a file of memory ---> the process (reader.py) --> folder
                      <--- Read, or an error -----
                      and what has not answered in time is killed
 """

@@ -1,5 +1,5 @@
 """The process that reads one adapter: a stranger's folder is opened, understood and brought to memory here, where
-nobody else waits for it. lora_process.py starts it, asks one thing and ends it. The standard library alone.
+nobody else waits for it. process.py starts it, asks one thing and ends it. The standard library alone.
 
     Ask, a file of memory  -->  config, header --> fits the model? --> tensors to the file, each by itself
     Read, or what is wrong <--
