@@ -44,3 +44,14 @@ def test_what_is_named_is_told_apart():
     Mutation: `is_there` looks at the last part alone.
     """
     assert is_there("models/sizing.py") and is_there("sizing.py") and not is_there("loading/sizing.py")
+
+
+def test_codes_in_names_of_tests_are_explained():
+    """Each is in tests/README.md, once, and each that is there has a test.
+
+    Mutation: a test has a code that nobody can look up.
+    """
+    told = re.findall(r"^\| ([A-Z]\d\d) \|", (ROOT / "tests/README.md").read_text(), re.M)
+    names = [name for path in FILES for name in re.findall(r"def test_((?:[A-Za-z]\d\d_)+)", path.read_text())]
+    used = {code.upper() for name in names for code in name.strip("_").split("_")}
+    assert len(told) == len(set(told)) and set(told) == used
