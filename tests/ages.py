@@ -21,7 +21,7 @@ def age(scheduler: Scheduler, at: int) -> None:
     book.prefetch.owed._numbers = at
     tree.now = tree.seq = tree.version = at
     cache._ledger.next_op = at
-    cache._stays._last = at
+    cache._host_pins._last = at
     for counts in (book.counts, book.prefetch.counts, book.prefetch.owed.counts, scheduler._outcome.counts):
         counts.update(dict.fromkeys(counts, at))
     for counts in (steps.counts, cache._ledger.counts, cache._snapshots.counts, cache._tally):
