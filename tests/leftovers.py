@@ -43,7 +43,7 @@ def _everything() -> Iterator[tuple[str, Any]]:
     for name in sorted(_variables() | {name for name in os.environ if name.startswith("SAPWOOD_")}):
         yield f"environment variable {name}", os.environ.get(name)
     yield "working directory", os.getcwd()
-    yield "sys.path", list(sys.path)
+    yield "where modules are looked for first", sys.path[0]  # a library may add its own at the end
     yield "sys.excepthook", (sys.excepthook, threading.excepthook)
     yield "switch interval", sys.getswitchinterval()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE):

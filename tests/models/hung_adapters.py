@@ -15,7 +15,7 @@ PATIENCE = 240.0  # seconds after which something hangs: in a test that passes, 
 CODE = lora_process._CODE.replace(
     "main()\n",
     """
-from sapwood.engine import lora_reader
+from sapwood.engine.lora import reader as lora_reader
 read = lora_reader.read
 
 def hanging(ask, *more):

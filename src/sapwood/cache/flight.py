@@ -174,6 +174,10 @@ def _lose_below(tree: Tree, node: Node, freed: list[tuple[int, Ids]]) -> None:
 
 
 def _lose_device(tree: Tree, node: Node, freed: list[tuple[int, Ids]]) -> None:
+    """What host has of a node stays there: if that is its first pages alone, in a node of their own."""
+    host, upper = node.host, None
+    if host is not None and 0 < host.count < node.n:
+        upper = tree.split(node, host.count)
     copy = node.device
     for g in tree.closed:
         ids = as_ids(copy.pages[g])
@@ -185,3 +189,5 @@ def _lose_device(tree: Tree, node: Node, freed: list[tuple[int, Ids]]) -> None:
     copy.count = 0
     assert node.parent is not None
     tree.lost_kid(node.parent, DEVICE)
+    if upper is not None:
+        _lose_device(tree, upper, freed)

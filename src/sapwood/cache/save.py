@@ -67,9 +67,14 @@ class Saves:
         left_out = 0
         for least in (NEAR, WINDOW):  # a small host may have room for what is worth most
             wanted = self._wanted(span, path, last, least)
-            count = 0 if wanted is None else sum(wanted.need.values())
+            if wanted is None:
+                count = 0
+                break
+            count = sum(wanted.need.values())
             left_out = max(left_out, count)
-            if wanted is None or self._fits(node, wanted):
+            # Of a node behind them with nothing but host pages, nothing is left when these make room.
+            node = tree.node_at(span.node, wanted.last)
+            if self._fits(node, wanted):
                 break
         else:
             self.ledger.counts["saves_skipped"] += 1

@@ -53,7 +53,7 @@ class Reader:
     def __init__(self, seconds: float = SECONDS, at_once: int = AT_ONCE, code: str = _CODE) -> None:
         self.seconds = seconds
         self._at_once = at_once
-        self._code = code.format(path=str(Path(__file__).resolve().parents[2]))
+        self._code = code.format(path=str(Path(__file__).resolve().parents[3]))
         self._lock = threading.Lock()  # of what follows
         self._children: set[_Child] = set()
         self._closed = False
