@@ -146,8 +146,8 @@ def test_random_walk(layout: str) -> None:
 
 @pytest.mark.parametrize(("seed", "layout"), [(101, "full+window"), (2793882770, "window")])
 def test_walks_that_once_went_wrong(seed: int, layout: str) -> None:
-    """A leaf with pages that had been computed beside a host copy grew, and lost the new page. A save made room on host,
-    and the node it was of had nothing else and went with that.
+    """A leaf with pages that had been computed beside a host copy grew, and lost the new page. A save made room on
+    host, and the node it was of had nothing else and went with that.
 
     Mutation: `Publisher.publish_rows` does not store what it made longer; or `begin_save` keeps `span.node`.
     """
