@@ -144,12 +144,14 @@ def test_random_walk(layout: str) -> None:
     _walks(layout, range(SEEDS))
 
 
-@pytest.mark.parametrize(("seed", "layout"), [(101, "full+window"), (2793882770, "window")])
+@pytest.mark.parametrize(("seed", "layout"), [(101, "full+window"), (2793882770, "window"), (77591210, "full+window")])
 def test_walks_that_once_went_wrong(seed: int, layout: str) -> None:
     """A leaf with pages that had been computed beside a host copy grew, and lost the new page. A save made room on
-    host, and the node it was of had nothing else and went with that.
+    host, and the node it was of had nothing else and went with that. A request fell back into its prompt, and adopted
+    pages behind the prompt's end.
 
-    Mutation: `Publisher.publish_rows` does not store what it made longer; or `begin_save` keeps `span.node`.
+    Mutation: `Publisher.publish_rows` does not store what it made longer; `begin_save` keeps `span.node`; or
+    `_beyond` looks at all tokens.
     """
     walk(seed, 200, layout)
 

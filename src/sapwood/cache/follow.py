@@ -254,6 +254,8 @@ class Follower:
         tree = self.tree
         if lease.detached or not lease.root.attached:
             return None
+        if len(tokens) > 4 * lease.length:  # it has generated, and fell back into its prompt
+            tokens = tokens[: 4 * lease.length]
         size = tree.page_bytes
         after = tokens[lease.depth * size : (lease.depth + 1) * size]
         if position >= lease.depth * tree.page_size and after not in lease.node.children:
