@@ -76,7 +76,7 @@ def test_t10_the_process_is_killed_in_the_middle_of_everything(tmp_path, layout,
 
     Mutation: `ProcessStore._bury` reports what was under way as done.
     """
-    monkeypatch.setattr("sapwood.store.process._STEADY", 0.0)
+    monkeypatch.setattr("sapwood.store.process._STEADY_SECONDS", 0.0)
     engine = machine(tmp_path, layout, tick_seconds=0.001)
     for n in range(12):
         engine.submit(f"r{n}", toks(n % 4, 6 * PAGE + 1), 2)

@@ -90,7 +90,7 @@ def test_the_same_as_the_other_executor(name, tmp_path, monkeypatch):
     if name == "qwen3":
         assert [tokens for tokens, *_ in answers(tmp_path, 1, fails=True)] == [tokens for tokens, *_ in right]
         steps: list[int] = []
-        monkeypatch.setattr(packing, "BUCKETS", (8, 16))
+        monkeypatch.setattr(packing, "BUCKET_TOKENS", (8, 16))
         monkeypatch.setattr(Graphs, "captured", True)
         monkeypatch.setattr(gpu_steps, "pieces", lambda *given: steps.append(len(found := pieces(*given))) or found)
         assert [tokens for tokens, *_ in answers(tmp_path, 0)] == [tokens for tokens, *_ in right]

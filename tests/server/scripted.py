@@ -28,7 +28,7 @@ from sapwood.server.process.messages import StepOutput as Step
 from sapwood.server.text.template import ChatTemplate
 from sapwood.server.text.tokens import AsyncTokenizer
 
-from .kit import QueryAnswer
+from .kit import Answer
 
 NAME = "scripted"
 PAGE = 16
@@ -187,12 +187,12 @@ class Scripted:
     def params(self) -> Any:
         return self.link.submitted[-1].params
 
-    def post(self, path: str, body: Any, key: str | None = None) -> QueryAnswer:
+    def post(self, path: str, body: Any, key: str | None = None) -> Answer:
         return self.request("POST", path, body, key)
 
     def request(
         self, method: str, path: str, body: Any = None, key: str | None = None, headers: Sequence[Any] = ()
-    ) -> QueryAnswer:
+    ) -> Answer:
         """`headers`: pairs of bytes, in small letters."""
         return asyncio.run(asyncio.wait_for(self.ask(method, path, body, key, headers), 30))
 
@@ -218,7 +218,7 @@ class Scripted:
 
     async def ask(
         self, method: str, path: str, body: Any, key: str | None = None, headers: Sequence[Any] = ()
-    ) -> QueryAnswer:
+    ) -> Answer:
         """The same inside a loop, where several run."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         asked = [{"type": "http.request", "body": raw, "more_body": False}]
@@ -247,7 +247,7 @@ class Scripted:
             "headers": [*headers, *([] if key is None else [(b"authorization", f"Bearer {key}".encode())])],
         }
         await self.app(scope, receive, send)
-        return QueryAnswer(status, told, b"".join(parts))
+        return Answer(status, told, b"".join(parts))
 
     @contextmanager
     def listening(self) -> Iterator[str]:

@@ -25,6 +25,14 @@ def no_key(monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
+@pytest.fixture(autouse=True)
+def interrupts_kept():
+    """The command takes Ctrl-C for itself, also where it was ignored, as in a shell's background."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def chat(monkeypatch, capsys):
     """Runs `sapwood chat` with lines typed into it: its status, and what it shows."""

@@ -326,8 +326,8 @@ def test_the_count_mends_itself(tmp_path: Path) -> None:
         assert truth == sum(charge(path.stat().st_size) for path in kit.values_in(folder))
         code = f"""
 import os
-from sapwood.store.ledger import Ledger
-ledger = Ledger({str(folder)!r}, 2**20)
+from sapwood.store.ledger import ByteLedger
+ledger = ByteLedger({str(folder)!r}, 2**20)
 assert ledger.take(300_000) == 0
 open(ledger.temporary(), "wb").write(bytes(100))
 os._exit(9)
@@ -593,8 +593,8 @@ def test_t20_a_ledger_that_is_damaged_during_a_count(tmp_path: Path) -> None:
 
 FROZEN = """
 import sys, time
-from sapwood.store.ledger import Ledger
-ledger = Ledger(sys.argv[1], 2**20)
+from sapwood.store.ledger import ByteLedger
+ledger = ByteLedger(sys.argv[1], 2**20)
 with ledger._locked():
     print("ready", flush=True)
     time.sleep(600)
@@ -608,7 +608,7 @@ def test_t20_a_frozen_process_keeps_the_lock(tmp_path: Path, monkeypatch: pytest
 
     Mutation: `_lock` waits for the lock as long as it takes; or `get` needs the ledger.
     """
-    monkeypatch.setattr("sapwood.store.ledger._OPENING", 0.5)
+    monkeypatch.setattr("sapwood.store.ledger._OPEN_LOCK_SECONDS", 0.5)
     folder = tmp_path / "store"
     with kit.Desk(uri(folder), breaker=Breaker(failures=1, seconds=0.1)) as desk:
         desk.put(range(4), ["full"])

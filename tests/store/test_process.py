@@ -59,7 +59,7 @@ def back(desk: kit.Desk, restarts: int = 1) -> None:
 @pytest.fixture(autouse=True)
 def whatever_the_system_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """To end a process that was killed."""
-    monkeypatch.setattr("sapwood.store.process._KILLED", kit.PATIENCE)
+    monkeypatch.setattr("sapwood.store.process._KILL_TIMEOUT_SECONDS", kit.PATIENCE)
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +102,7 @@ def test_t10_killed_at_random_moments(tmp_path: Path, monkeypatch: pytest.Monkey
 
     Mutation: `_bury` says that jobs went well; or leaves them without a report; or nobody starts another process.
     """
-    monkeypatch.setattr("sapwood.store.process._STEADY", 0.0)  # each is started again at once
+    monkeypatch.setattr("sapwood.store.process._STEADY_SECONDS", 0.0)  # each is started again at once
     dice = random.Random(10)
     jobs = set()
     with away(f"file://{tmp_path}/store?size=100MiB") as desk:
@@ -333,8 +333,8 @@ def test_close_of_a_process_that_cannot_be_ended(monkeypatch: pytest.MonkeyPatch
     gone = process.gone
     with monkeypatch.context() as slow:
         slow.setattr(process, "gone", lambda: False)
-        slow.setattr("sapwood.store.process._KILLED", 0.05)
-        slow.setattr("sapwood.store.process._GOING", 0.0)
+        slow.setattr("sapwood.store.process._KILL_TIMEOUT_SECONDS", 0.05)
+        slow.setattr("sapwood.store.process._CLOSE_GRACE_SECONDS", 0.0)
         assert not store.close(0.0) and store.poll() == []
     assert process.gone == gone and store.close(1.0)
 
