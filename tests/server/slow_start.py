@@ -13,7 +13,7 @@ from sapwood.bench.paced import paced
 from sapwood.cli import main
 from sapwood.server import lifecycle as running
 
-PARTS = {"tokenizer": "Tokens", "template": "find_template", "defaults": "generation_defaults"}
+PARTS = {"tokenizer": "AsyncTokenizer", "template": "find_template", "defaults": "generation_defaults"}
 
 
 def hold(folder: Path, part: str) -> None:
