@@ -1,8 +1,9 @@
-"""Stays: what was fetched for a request stays on host until it comes in. Nothing else that only waits holds memory.
+"""Host pins: what was fetched for a request stays on host until the request is admitted. Nothing else that only waits
+holds memory.
 
-A stay is a pin in the host tier: on the path to a boundary, and on the windows and the snapshot with which a request
-would begin there. It never touches the device. All stays together are limited, so that the rest of host can be evicted
-as ever; a stay ends when its owner says so, or at once with its namespace: nobody could find the pages any more.
+A host pin holds the path to a boundary, and the windows and the snapshot with which a request would begin there. It
+never touches the device. All host pins together are limited, so that the rest of host can be evicted as ever; a pin ends
+when its owner says so, or at once with its namespace: nothing could find the pages any more.
 """
 
 from __future__ import annotations

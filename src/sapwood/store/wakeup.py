@@ -1,4 +1,4 @@
-"""A bell for somebody who waits for files: any thread can ring it."""
+"""Wakes a thread that waits for files (`select`): any other thread can ring it."""
 
 from __future__ import annotations
 
