@@ -82,7 +82,7 @@ class Sapwood(Process):
 
     def _engine(self) -> int:
         for child in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split():
-            if b"engine_side" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if b"engine_process" in Path(f"/proc/{child}/cmdline").read_bytes():
                 return int(child)
         raise RuntimeError("there is no engine process")
 

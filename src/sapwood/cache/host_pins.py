@@ -2,8 +2,8 @@
 holds memory.
 
 A host pin holds the path to a boundary, and the windows and the snapshot with which a request would begin there. It
-never touches the device. All host pins together are limited, so that the rest of host can be evicted as ever; a pin ends
-when its owner says so, or at once with its namespace: nothing could find the pages any more.
+never touches the device. All host pins together are limited, so that the rest of host can be evicted as ever; a pin
+ends when its owner says so, or at once with its namespace: nothing could find the pages any more.
 """
 
 from __future__ import annotations

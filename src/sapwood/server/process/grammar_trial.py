@@ -280,7 +280,7 @@ def _lower(what: int, most: int) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """As `engine_side`'s: nothing of ours can be imported here."""
+    """As that of engine_process.py: nothing of ours can be imported here."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the kernel was asked
         os._exit(1)
