@@ -574,11 +574,8 @@ def test_a_save_reads_what_the_steps_before_it_wrote(cuda, layout):
     for write in step:
         write(7)
     written = cuda.cuda.current_stream().record_event()
-    begin = time.perf_counter()
     op = world.start("save", {group: (ids(3, 1, 2), ids(6, 5, 9)) for group in world.memory})
-    took = time.perf_counter() - begin
     assert not written.query() and world.mover.poll() == []
-    assert took < 0.1
     assert world.mover.wait(op) and written.query()
     for group in world.memory:
         assert np.array_equal(world.host[group][[6, 5, 9]], world.device(group)[[3, 1, 2]])
