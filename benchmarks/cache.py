@@ -216,11 +216,11 @@ def evict(repeats: int, most: int) -> Iterator[Figure]:
 
     def evicting(bench: Bench, n: int) -> Callable[[], float]:
         tree = bench.cache._tree
-        return calls(n, lambda: tree.evict_closed(DEVICE, 1))
+        return calls(n, lambda: tree.closed_pages.evict(DEVICE, 1))
 
     taken = alternate(repeats, few=evicting(few, 40), many=evicting(many, 400))
     assert many.cache.stats()["nodes"] > most // 2
-    how = "Tree.evict_closed(DEVICE, 1), one by one"
+    how = "ClosedPages.evict(DEVICE, 1), one by one"
     yield Figure(f"evict one leaf of {most:,}", taken["many"].us, SCALED, 20, how)
     ratio = taken["many"].over(taken["few"])
     beside = f"{taken['many'].us:.1f} / {taken['few'].us:.1f} scaled us"

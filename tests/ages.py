@@ -24,5 +24,5 @@ def age(scheduler: Scheduler, at: int) -> None:
     cache._host_pins._last = at
     for counts in (book.counts, book.prefetch.counts, book.prefetch.owed.counts, scheduler._outcome.counts):
         counts.update(dict.fromkeys(counts, at))
-    for counts in (steps.counts, cache._ledger.counts, cache._snapshots.counts, cache._tally):
+    for counts in (steps.counts, cache._ledger.counts, cache._checkpoints.counts, cache._tally):
         counts.update(dict.fromkeys(counts, at))

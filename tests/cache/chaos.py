@@ -247,7 +247,7 @@ def common(ours, theirs) -> int:
 
 def real_blocks(engine: Engine) -> dict[str, set[int]]:
     """The hashes of what the tree really holds of the group events speak of, from the tree itself."""
-    from sapwood.cache.detach import _announced
+    from sapwood.cache.announce import announced
     from sapwood.cache.events import block_hash
     from sapwood.cache.hashes import ensure_hashes
 
@@ -258,8 +258,8 @@ def real_blocks(engine: Engine) -> dict[str, set[int]]:
         while stack:
             node = stack.pop()
             stack.extend(node.children.values())
-            for t in tree.tiers:
-                columns = _announced(tree, node, t)
+            for t in range(len(tree.tiers)):
+                columns = announced(tree, node, t)
                 if len(columns):
                     hashes = ensure_hashes(node, int(columns[-1]) + 1, tree.page_bytes)
                     held["GPU" if t == 0 else "CPU"] |= {

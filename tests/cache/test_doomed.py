@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from sapwood.cache import token_bytes
+from sapwood.cache.group import DEVICE, HOST
 
 from .driver import BASE, Engine, Request, full, state, toks
 from .stories import all_free, compute, save
@@ -52,7 +53,7 @@ def test_p09_a_doomed_step_copies_a_snapshot_whose_namespace_is_gone():
     engine.cache.evict_namespace(BASE)
     engine.check()
     engine.fail()
-    assert engine.flights and engine.cache._tree.pools[0][1].owner[slot]
+    assert engine.flights and engine.cache._tree.device.pools[1].owner[slot]
     engine.done()
     end_all(engine)
 
@@ -89,7 +90,7 @@ def on_host_but_for_its_snapshot(engine: Engine, prompt: list[int]):
     node = engine.cache._tree.roots[BASE].top.children[key]
     while node.children:
         (node,) = node.children.values()
-    assert not node.device.count and node.device.pages[1]
+    assert not node.copies[DEVICE].count and node.copies[DEVICE].pages[1]
     return node
 
 
@@ -113,9 +114,9 @@ def test_p09_a_request_that_began_on_promised_pages_lets_go_of_its_snapshot(over
     else:
         plan_with(engine, first, second)
     assert second.cached == 16 and second.lease.start_snapshot
-    tree.evict_closed(1, tree.leaf_lrus[1].evictable)
+    tree.closed_pages.evict(1, tree.tiers[1].leaves.evictable)
     engine.check()
-    assert node.alive and not node.host.count
+    assert node.alive and not node.copies[HOST].count
     engine.fail()
     end_all(engine)
 
@@ -136,7 +137,7 @@ def test_p09_what_a_doomed_step_writes_is_not_given_out_by_adopting():
     assert list(engine.flights) == [2] and one.planned == 0
     plan_with(engine, engine.submit("two", prompt, max_tokens=2))
     engine.cache.adopt(one.lease, token_bytes(prompt), 0)
-    assert engine.cache._tree.pools[0][0].owner[page], "a page is free that a doomed step writes"
+    assert engine.cache._tree.device.pools[0].owner[page], "a page is free that a doomed step writes"
     one.planned = one.real = one.lease.start
     end_all(engine)
 

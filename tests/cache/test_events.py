@@ -273,7 +273,7 @@ def test_e01_what_is_only_promised_is_not_announced():
 def test_e01_removed_once_and_children_before_parents():
     """Pages that leave are announced once, the deepest first, also when a leaf is trimmed bit by bit.
 
-    Mutation: `tell_removed` does not turn its columns around; `_drop_closed` does not tell.
+    Mutation: `tell_removed` does not turn its columns around; `ClosedPages.free_from` does not tell.
     """
     engine, router = telling(full(24)), Router()
     trunk = toks(1, 16)
@@ -432,7 +432,8 @@ def test_e02_a_split_says_nothing_and_keeps_all_hashes():
 def test_e03_a_device_copy_comes_and_goes_while_host_keeps_its_own(groups, loaded):
     """Device eviction of what host has removes the GPU blocks alone; loading back announces those that came again.
 
-    Mutation: `_land_on_device` does not announce; `_drop_closed`, `drop_sliding` or `drop_slot` tells of both tiers.
+    Mutation: `_land_on_device` does not announce; `ClosedPages.free_from`, `SlidingPages.drop` or `Snapshots.drop`
+    tells of both tiers.
     """
     engine, router = telling(*groups, save="through"), Router(closed=groups[0].family == "full")
     prompt = toks(1, 26)
@@ -482,7 +483,7 @@ def test_e03_a_load_that_fails_announces_nothing():
 def test_e01_replaying_random_traffic_rebuilds_the_tree(layout):
     """After any traffic, what a strict router has put together from events is what the tree holds, tier by tier.
 
-    Mutation: `Tree.truncate` keeps the hashes of what it cut; `drop_slot` or `drop_sliding` tells nothing.
+    Mutation: `Tree.truncate` keeps the hashes of what it cut; `Snapshots.drop` or `SlidingPages.drop` tells nothing.
     """
     rng = random.Random(layout)
     groups = LAYOUTS[layout](3, 3)

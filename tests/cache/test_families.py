@@ -11,6 +11,7 @@ import pytest
 
 import sapwood.cache
 from sapwood.cache import CacheGroup, Family, Lease, Namespace, Operation, Reserve, register_family, token_bytes
+from sapwood.cache.group import DEVICE, HOST
 
 from .chaos import common
 from .driver import BASE, Engine, Request, full, state, toks, window
@@ -61,7 +62,7 @@ def test_f01_a_toy_family_lives_through_the_facade(layout):
     """A family defined in this file is matched, admitted, committed, evicted, written back and loaded like any other.
 
     Mutation: `Family.slid` forgets what is kept between (the sinks of a running request go); `Path.last_missing` does
-    not look at `node.host`.
+    not look at `node.copies[HOST]`.
     """
     engine = engine_of(sinks(24, 24), *layout, save="through", every=1)
     prompt = toks(1, 41)
@@ -141,7 +142,7 @@ def test_f01_the_facade_and_the_scheduler_name_no_family():
 def test_f02_what_was_evicted_from_the_device_comes_back_from_host(layout):
     """A prefix written to host and evicted from the device is served from host by every group, none of it computed.
 
-    Mutation: `Path.last_missing` or `Path.deepest_slot` or `Path.deepest_closed` does not look at `node.host`.
+    Mutation: `Path.last_missing` or `Path.deepest_slot` or `Path.deepest_closed` does not look at `node.copies[HOST]`.
     """
     engine = engine_of(*LAYOUTS[layout](), save="through")
     prompt = toks(1, 26)
@@ -207,7 +208,7 @@ def test_f04_a_batch_that_just_fits_fits_and_one_more_does_not():
 def test_f04_a_checkpoint_takes_the_slot_of_an_idle_snapshot():
     """When no slot is free, a checkpoint is made in the place of a snapshot nobody uses.
 
-    Mutation: `Snapshots.checkpoint` asks for a free slot instead of `room.can_make`.
+    Mutation: `Checkpoints.checkpoint` asks for a free slot instead of `room.can_make`.
     """
     engine = engine_of(full(64), state(2))
     engine.run("a", toks(1, 9))
@@ -519,7 +520,7 @@ def test_f07_a_page_that_is_being_saved_is_given_to_nobody_after_abort():
 def test_f08_evicting_a_snapshot_keeps_the_attention_pages():
     """Pressure on slots takes snapshots and not one page; the prompt is computed again in place, and then hits.
 
-    Mutation: `PageEvictionQueue.evict` prunes the node of a snapshot in the place of `drop_slot`.
+    Mutation: `PageQueue.evict` prunes the node of a snapshot in the place of `Snapshots.drop`.
     """
     engine = engine_of(full(24), state(3))
     prompt = toks(1, 26)
@@ -590,7 +591,7 @@ def holdings(engine: Engine, tokens) -> tuple[int, dict[str, np.ndarray]]:
         same = common(tokens, path) // PAGE
         depth = max(depth, same)
         for g, group in enumerate(engine.cache.groups):
-            for copy in filter(None, (node.device, node.host)):
+            for copy in node.copies:
                 if group.name in engine.double.slots:
                     for end in copy.pages[g] or ():
                         if end <= same:
@@ -791,7 +792,7 @@ def holdings_lists(engine: Engine, tokens) -> dict[str, list[int]]:
 
 
 def free_lists(engine: Engine) -> list[list[int]]:
-    return [pool.free_ids().tolist() for pool in engine.cache._tree.pools[0]]
+    return [pool.free_ids().tolist() for pool in engine.cache._tree.device.pools]
 
 
 @pytest.mark.parametrize("groups", [(full(24), window(6, 6)), (window(6, 24), full(6))], ids=["window", "full"])
@@ -818,7 +819,7 @@ def test_f12_growing_takes_pages_of_all_groups_or_of_none(groups):
 def test_f13_stats_alone_draw_the_dashboard():
     """Pages by group, tier and owner, hits, misses with reasons, evictions, transfers, namespaces: all are in stats.
 
-    Mutation: `_count` does not fill the tally of the root; `Tree._drop_closed` does not count what it evicts.
+    Mutation: `_count` does not fill the tally of the root; `ClosedPages.free_from` does not count what it evicts.
     """
     tenant = Namespace(salt="tenant")
     engine = engine_of(
@@ -923,7 +924,7 @@ def test_f14_a_save_that_one_group_has_no_room_for_is_not_begun():
 def test_f15_a_snapshot_about_to_be_copied_is_not_given_away():
     """From its admission until the step with the copy is done, the snapshot a request starts from cannot be evicted.
 
-    Mutation: `Snapshots.opening` hands the snapshot to no holder; or `Admission._open` does not count the lease a
+    Mutation: `Checkpoints.opening` hands the snapshot to no holder; or `Admission._open` does not count the lease a
     reader.
     """
     engine = engine_of(full(64), state(3))
@@ -977,7 +978,7 @@ def decoding_with_a_checkpoint(slots: int) -> tuple[Engine, Request]:
 def test_f17_without_a_slot_for_a_checkpoint_the_old_one_stays():
     """When no slot can be had, the request goes on, a counter says so, and its last checkpoint is still good.
 
-    Mutation: `Snapshots.checkpoint` does not read the old checkpoint while it makes room (that one is evicted).
+    Mutation: `Checkpoints.checkpoint` does not read the old checkpoint while it makes room (that one is evicted).
     """
     engine, request = decoding_with_a_checkpoint(slots=4)
     guests = [newcomer(engine, seed) for seed in range(2)]
@@ -1000,7 +1001,7 @@ def test_f17_without_a_slot_for_a_checkpoint_the_old_one_stays():
 def test_f17_the_old_checkpoint_serves_when_the_step_of_the_new_one_fails():
     """A row whose checkpointing step fails goes on from its last checkpoint, and says the same tokens as without.
 
-    Mutation: `Snapshots.checkpoint` drops the old checkpoint when it makes the new one, not when that is real.
+    Mutation: `Checkpoints.checkpoint` drops the old checkpoint when it makes the new one, not when that is real.
     """
     undisturbed = engine_of(full(64), state(4)).run("request", toks(1, 6), max_tokens=20).generated
     engine, request = decoding_with_a_checkpoint(slots=3)
@@ -1169,7 +1170,7 @@ def test_f18_holes_heal_in_place(lose, groups):
 def test_f18_two_that_heal_the_same_hole_end_with_one_copy(lose):
     """When two compute the missing part at the same time, one copy stays and the duplicates are freed.
 
-    Mutation: `Publisher._fill` overwrites what another has put there; `put_slot` keeps the second snapshot.
+    Mutation: `Publisher._fill` overwrites what another has put there; `Snapshots.put` keeps the second snapshot.
     """
     engine = engine_of(full(64), window(6, 16), state(4))
     prompt = toks(1, 14)
@@ -1221,7 +1222,7 @@ def family_on_host(engine: Engine) -> tuple[list[int], list[int], list[int]]:
 def test_f19_host_gives_up_children_before_the_parent_they_need():
     """Host pressure takes the branches of a trunk first, though the trunk was written back before them.
 
-    Mutation: `Tree.evict_closed` does not skip nodes with `backed_children`.
+    Mutation: `ClosedPages.evict` does not skip nodes with `backed_children`.
     """
     engine = engine_of(full(12, 4))
     trunk, left, right = family_on_host(engine)
@@ -1241,7 +1242,7 @@ def test_f19_a_parent_in_use_keeps_its_children_on_host_within_reach():
     """A trunk that is on the device alone is kept while it is read, and with it what its branch has on host; when it
     must go, the branch's host copy goes too and is not left behind.
 
-    Mutation: `Tree._evict_tail` does not call `prune_below`.
+    Mutation: `ClosedPages._evict_tail` does not call `prune_below`.
     """
     engine = engine_of(full(6, 6))
     trunk, branch = toks(1, 8), toks(1, 8) + toks(2, 5)
@@ -1265,7 +1266,7 @@ def test_f19_a_parent_in_use_keeps_its_children_on_host_within_reach():
 def test_f19_nothing_in_any_tier_becomes_unreachable(seed):
     """After random traffic with saves that fail or come late, whatever a tier holds can be reached from the root.
 
-    Mutation: `Tree._evict_tail` does not call `prune_below`; `Tree.evict_closed` does not skip nodes with
+    Mutation: `ClosedPages._evict_tail` does not call `prune_below`; `ClosedPages.evict` does not skip nodes with
     `backed_children`.
     """
     rng = random.Random(seed)
@@ -1289,7 +1290,7 @@ def every_page_can_be_reached(engine: Engine) -> None:
     while stack:
         node, before = stack.pop()
         path = before + np.frombuffer(bytes(node.edge), np.int32).tolist()
-        end = max(node.start + node.device.count, node.start + node.host.count)
+        end = max(node.start + node.copies[DEVICE].count, node.start + node.copies[HOST].count)
         if end > node.start:
             _, held = holdings(engine, path)
             assert held["full"][:end].all(), "a page stands below one that is nowhere"

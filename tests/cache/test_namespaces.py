@@ -408,8 +408,8 @@ def test_l12_thousands_of_salts_leave_nothing_behind():
 def longest_queue(engine: Engine) -> int:
     """The most entries an eviction queue has, those of nodes that are gone included."""
     tree = engine.cache._tree
-    heaps = [lru.heap for lru in tree.leaf_lrus]
-    heaps += [heap for queue in tree.queues.values() for heap in queue.heaps]
+    heaps = [tier.leaves.heap for tier in tree.tiers]
+    heaps += [heap for tier in tree.tiers for queue in tier.queues.values() for heap in queue.heaps]
     return max(len(heap) for heap in heaps)
 
 
@@ -443,7 +443,7 @@ def test_l12_hundreds_of_adapters_loaded_and_unloaded_leave_nothing_behind(layou
     """Adapters that were used and unloaded leave no root, no page, no ghost, no unhooked namespace and no long queues.
 
     Mutation: `detach_namespace` keeps the root in `detached_roots` although nobody holds it; or `Tree.leave_queues` and
-    `PageEvictionQueue.lost` never throw out the entries of nodes that are gone.
+    `PageQueue.lost` never throw out the entries of nodes that are gone.
     """
     engine = engine_of(*LAYOUTS[layout](), save="through")
     engine.checks = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sapwood.cache import Span, token_bytes
+from sapwood.cache.group import DEVICE
 
 from .driver import BASE, Engine, full, state, toks, window
 from .stories import all_free, hit, save
@@ -146,7 +147,7 @@ def test_a_window_that_ends_before_the_span_is_saved_as_far_as_it_is_there():
     engine.submit("c", tokens)
     engine.plan(12)
     engine.done()
-    assert node.n == 10 and len(node.device.pages[1]) == 4 * 3
+    assert node.n == 10 and len(node.copies[DEVICE].pages[1]) == 4 * 3
     operation = engine.cache.begin_save(Span(5, 10, node))
     assert operation is not None
     ((_, (sources, _)),) = operation.pages.items()

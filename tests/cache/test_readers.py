@@ -29,7 +29,7 @@ class Wood:
     def _grow(self, parent, branch: int, n: int):
         edge = np.full(2 * n, branch, np.int32).tobytes()
         node = self.tree.attach(parent, edge, n)
-        pool = self.tree.pools[DEVICE][0]
+        pool = self.tree.device.pools[0]
         raw = pool.take(n, LEASE)
         pool.hand(raw, LEASE, TREE)
         pages = bytearray(raw)
@@ -37,7 +37,7 @@ class Wood:
             if self.rng.random() < 0.2:
                 pool.give(bytes(pages[4 * hole : 4 * hole + 4]), TREE)
                 pages[4 * hole : 4 * hole + 4] = bytes(4)
-        node.device.pages[0] = pages
+        node.copies[DEVICE].pages[0] = pages
         pool.idle += len(_present(node))
         return node
 
@@ -49,17 +49,17 @@ class Wood:
         tree, idle = self.tree, 0
         for branch, end in enumerate(self.ends):
             for node, _, _ in tree.cover(end, 0, end.end):
-                reads = node.device.reads[0]
+                reads = node.copies[DEVICE].reads[0]
                 here = [self.reads[self.at(branch, node.start + i)] for i in range(node.n)]
                 kept = list(reads or bytes(node.n))
-                for (_, column), more in (node.device.reader_overflow or {}).items():
+                for (_, column), more in (node.copies[DEVICE].reader_overflow or {}).items():
                     kept[column - node.start] += more
                 assert kept == here
-                pages = np.frombuffer(bytes(node.device.pages[0]), np.int32).tolist()
-                assert counts(node.device, 0, node.start) == {
+                pages = np.frombuffer(bytes(node.copies[DEVICE].pages[0]), np.int32).tolist()
+                assert counts(node.copies[DEVICE], 0, node.start) == {
                     page: count for page, count in zip(pages, here, strict=True) if page and count
                 }
-                assert unread_columns(node.device, 0, 0, node.n) == here.count(0)
+                assert unread_columns(node.copies[DEVICE], 0, 0, node.n) == here.count(0)
                 if node.start >= 8 or branch == 0:
                     idle += sum(1 for page, count in zip(pages, here, strict=True) if page and not count)
             here = [(c, self.reads[self.at(branch, c)]) for c in range(end.end)]
@@ -67,11 +67,11 @@ class Wood:
             assert idle_in(tree, end, DEVICE, 0, [(2, 11)]) == sum(
                 1 for column, count in here if 2 <= column < 11 and not count and column in there
             )
-        assert tree.pools[DEVICE][0].idle == idle
+        assert tree.device.pools[0].idle == idle
 
 
 def _present(node) -> list[int]:
-    return np.frombuffer(bytes(node.device.pages[0]), np.int32).nonzero()[0].tolist()
+    return np.frombuffer(bytes(node.copies[DEVICE].pages[0]), np.int32).nonzero()[0].tolist()
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -79,7 +79,7 @@ def test_f10_readers_of_columns_are_counted_as_a_dict_would(seed):
     """Ranges of paths are read and left in any order, nodes are split meanwhile, and crowds gather: every column has
     its readers, and what nobody reads is idle, holes excepted.
 
-    Mutation: `read` or `unread` counts holes as idle; `Tree._split_copy` loses readers, or those of a crowd.
+    Mutation: `read` or `unread` counts holes as idle; `SlidingPages.split` loses readers, or those of a crowd.
     """
     rng = random.Random(seed)
     wood = Wood(rng)
@@ -107,7 +107,9 @@ def test_f10_readers_of_columns_are_counted_as_a_dict_would(seed):
         unread(wood.tree, wood.ends[branch], DEVICE, 0, low, high)
     wood.reads.clear()
     wood.agrees()
-    assert not any(node.device.reader_overflow for end in wood.ends for node, _, _ in wood.tree.cover(end, 0, end.end))
+    assert not any(
+        node.copies[DEVICE].reader_overflow for end in wood.ends for node, _, _ in wood.tree.cover(end, 0, end.end)
+    )
 
 
 def test_f10_a_reader_that_is_not_there_cannot_leave():

@@ -118,7 +118,7 @@ def test_m02_adopting_copies_nothing(layout):
 def test_m03_a_request_that_diverges_inside_a_page_gets_its_own_copy(layout):
     """Who diverges inside a page computes on in a copy of it; the shared page stays byte for byte what it was.
 
-    Mutation: `Snapshots.opening` (copies before the batch) leaves out the copy of `lease.source`; or its target is the
+    Mutation: `Checkpoints.opening` (copies before the batch) leaves out the copy of `lease.source`; or its target is the
     source itself.
     """
     engine = engine_of(*SHARED[layout]())
@@ -611,7 +611,7 @@ def test_p12_what_is_published_ends_at_the_last_computed_position(layout, genera
     """Whenever a request stops, what others find of it ends at its last computed position: the last sampled token has
     no K/V, even where it would just fill a page.
 
-    Mutation: `Snapshots.publish_state` publishes a state that stands inside a page (state layouts); `publish` hands
+    Mutation: `Checkpoints.publish_state` publishes a state that stands inside a page (state layouts); `publish` hands
     over one page more than it was told (`upto + 1`).
     """
     engine = engine_of(*ALL[layout]())

@@ -59,7 +59,7 @@ def test_e01_asking_what_is_held_changes_nothing():
 def test_e01_what_is_only_promised_is_not_held():
     """Pages of a step that is still running are not told, and are once it is done.
 
-    Mutation: `_announced` counts promised pages.
+    Mutation: `announced` counts promised pages.
     """
     engine = engine_of(full(24), events=True)
     engine.submit("request", toks(1, 17), max_tokens=2)
@@ -80,7 +80,7 @@ def test_e01_windows_with_holes_are_told_run_by_run():
     known = hashes_of(engine, prompt)
     tree = engine.cache._tree
     (node,) = tree.roots[BASE].top.children.values()
-    tree.drop_sliding(node, 0, 0, range(3, 6))  # as eviction takes what stands between windows
+    tree.sliding_pages[0].drop(node, 0, range(3, 6))  # as eviction takes what stands between windows
     held = held_events(engine.cache)
     assert summary(held) == [("stored", "GPU", known[:3]), ("stored", "GPU", known[6:])]
     assert [event.parent_block_hash for event in held] == [None, known[5]]

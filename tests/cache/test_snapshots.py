@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sapwood.cache import CacheGroup
-from sapwood.cache.group import DEVICE
+from sapwood.cache.group import DEVICE, HOST
 from sapwood.cache.pool import FLIGHT
-from sapwood.cache.slots import put_slot, use_slot
 from sapwood.cache.tree import Tree
 
 from .driver import BASE, Engine, full, state, toks, window
@@ -59,12 +58,12 @@ def test_f03_who_goes_another_way_starts_from_the_deepest_snapshot_before(mix):
     """Somebody says something else in the middle of a chat: what is served ends at a snapshot inside the node, at or
     before the place; and the chat itself is served as before.
 
-    Mutation: `deepest_slot` takes any snapshot of the node; `split_slots` leaves all of them in the lower half.
+    Mutation: `deepest_slot` takes any snapshot of the node; `Snapshots.split` leaves all of them in the lower half.
     """
     engine = engine_of(*MIXES[mix](), every=1)
     texts = chat(engine, 4)
     (root,) = engine.cache._tree.roots.values()
-    depths = sorted(root.top.recent.device.pages[-1])
+    depths = sorted(root.top.recent.copies[DEVICE].pages[-1])
     assert len(depths) > 3
     for cut in range(2, len(texts[-1]) // PAGE):
         other = texts[-1][: cut * PAGE] + toks(50 + cut, 7)
@@ -85,7 +84,7 @@ def test_f03_the_snapshot_that_was_not_used_for_longest_goes_first():
     engine = engine_of(full(96), state(5), every=1000)
     texts = chat(engine, 3, said=9, answer=1)
     (root,) = engine.cache._tree.roots.values()
-    depths = sorted(root.top.recent.device.pages[1])
+    depths = sorted(root.top.recent.copies[DEVICE].pages[1])
     assert len(depths) == 3 and nodes(engine) == 1
     engine.run("again", texts[-1][: depths[0] * PAGE] + texts[-1][depths[0] * PAGE : depths[0] * PAGE + 1])
     guests = [newcomer(engine, seed) for seed in range(3)]  # two slots are free, so one snapshot goes
@@ -97,26 +96,27 @@ def test_f03_the_snapshot_that_was_not_used_for_longest_goes_first():
 
 
 def test_f03_snapshots_of_a_node_go_in_the_order_of_their_use():
-    """Mutation: `use_slot` does not move a snapshot to the end of `seen`."""
+    """Mutation: `Snapshots.use` does not move a snapshot to the end of `seen`."""
     tree = Tree(PAGE, (full(8), state(8)), False, False, 0)
     node = tree.attach(tree.root_of(BASE).top, bytes(8 * 4 * PAGE), 8)
     for depth in (2, 5, 4, 7):
         tree.now += 1
-        assert put_slot(tree, node, DEVICE, 1, depth, tree.pools[DEVICE][1].allocate_one(FLIGHT))
-    assert list(node.device.pages[1]) == [2, 4, 5, 7]
-    use_slot(node.device, 2, tree.now + 1)
+        assert tree.snapshots.put(node, DEVICE, 1, depth, tree.device.pools[1].allocate_one(FLIGHT))
+    assert list(node.copies[DEVICE].pages[1]) == [2, 4, 5, 7]
+    tree.now += 1
+    tree.snapshots.use(node.copies[DEVICE], 2)
     tree.pin(node, DEVICE)
-    tree.pools[DEVICE][1].read_one(node.device.pages[1][5])
+    tree.device.pools[1].read_one(node.copies[DEVICE].pages[1][5])
     gone = []
     for _ in range(3):
-        before = set(node.device.pages[1])
-        tree.queues[1, DEVICE].evict(1)
-        gone += before - set(node.device.pages[1])
-    assert gone == [4, 7, 2] and list(node.device.seen) == [5], "and never the one that is read"
+        before = set(node.copies[DEVICE].pages[1])
+        tree.device.queues[1].evict(1)
+        gone += before - set(node.copies[DEVICE].pages[1])
+    assert gone == [4, 7, 2] and list(node.copies[DEVICE].seen) == [5], "and never the one that is read"
 
 
 def _depths(node) -> set[int]:
-    found = set(node.device.pages[1] or ())
+    found = set(node.copies[DEVICE].pages[1] or ())
     for child in node.children.values():
         found |= _depths(child)
     return found
@@ -132,8 +132,8 @@ def test_m03_all_snapshots_of_a_node_come_back_from_host(mix):
     texts = chat(engine, 3)
     engine.settle()
     (root,) = engine.cache._tree.roots.values()
-    depths = sorted(root.top.recent.host.pages[-1])  # and those that later ones have replaced on the device
-    assert set(depths) >= set(root.top.recent.device.pages[-1])
+    depths = sorted(root.top.recent.copies[HOST].pages[-1])  # and those that later ones have replaced on the device
+    assert set(depths) >= set(root.top.recent.copies[DEVICE].pages[-1])
     empty_device(engine)
     wide = any(group.family == "window" for group in engine.cache.groups)
     for depth in depths if not wide else depths[-1:]:
@@ -154,7 +154,7 @@ def test_f10_windows_before_snapshots_inside_a_node_go_last():
     engine.run("first", tokens)
     engine.run("second", tokens + toks(2, 32))
     (root,) = engine.cache._tree.roots.values()
-    assert nodes(engine) == 1 and sorted(root.top.recent.device.pages[2]) == [8, 16]
+    assert nodes(engine) == 1 and sorted(root.top.recent.copies[DEVICE].pages[2]) == [8, 16]
     crowd(engine, 1, 20)
     assert owned(engine, "tree")["window"] < 16, "some had to go"
     assert hit(engine, tokens[:32] + toks(5, 3)).boundary == 8
@@ -175,6 +175,6 @@ def test_f03_tokens_behind_the_last_snapshot_do_not_outlive_a_split():
     held = list(root.top.children.values())
     while held:
         node = held.pop()
-        assert node.device.pages[0] or node.children
+        assert node.copies[DEVICE].pages[0] or node.children
         held += node.children.values()
     all_free(engine)

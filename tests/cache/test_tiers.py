@@ -336,7 +336,7 @@ def test_t16_a_child_whose_parent_failed_to_save_is_not_offered_alone(first):
     """The parent's save fails, its child's succeeds: while the parent is on the device the child can come from host;
     once it is evicted, nothing stands on host that could not be reached.
 
-    Mutation: `Tree._evict_tail` keeps the host copies below a node that loses its only copy.
+    Mutation: `ClosedPages._evict_tail` keeps the host copies below a node that loses its only copy.
     """
     engine = engine_of(full(24, 24))
     parent, child = toks(1, 8), toks(1, 8) + toks(2, 8)

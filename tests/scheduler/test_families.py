@@ -45,7 +45,7 @@ def test_f04_a_batch_that_just_fits_fits(layout, slots):
 def test_f04_a_checkpoint_is_taken_when_a_slot_is_free(layout):
     """With a slot to spare the prompt's last page end is kept, and a snapshot that nobody uses makes room for a newer.
 
-    Mutation: `Snapshots.checkpoint` takes free slots only (no eviction).
+    Mutation: `Checkpoints.checkpoint` takes free slots only (no eviction).
     """
     run = Run(*groups_of(layout, 16, pages=100, slots=2))
     for n in range(3):
@@ -168,7 +168,7 @@ def test_f15_a_snapshot_that_is_about_to_be_copied_stays(layout):
     """Three slots: one holds a snapshot that B starts from in this plan. C takes the other; D finds none, although
     nobody but B needs the snapshot any more once its copy is planned. After the step it can go.
 
-    Mutation: `Snapshots.opening` does not hand the snapshot to the flight (the plan would copy from a slot that it
+    Mutation: `Checkpoints.opening` does not hand the snapshot to the flight (the plan would copy from a slot that it
     gives to D; the executor sees that it is poisoned).
     """
     run = Run(*groups_of(layout, 16, pages=100, slots=3))
@@ -261,7 +261,7 @@ def test_f17_without_a_slot_for_a_checkpoint_the_request_goes_on(layout):
     """Two slots: one works, one holds the last checkpoint. Later page ends find no slot: the request goes on, the
     counter says so, and the old checkpoint still serves the next turn.
 
-    Mutation: `Snapshots.checkpoint` evicts the request's own last checkpoint to make the next (it does not read it).
+    Mutation: `Checkpoints.checkpoint` evicts the request's own last checkpoint to make the next (it does not read it).
     """
     run = Run(*groups_of(layout, 16, pages=100, slots=2), checkpoint_interval=1)
     run.run("ann", toks(1, 40), 60)
@@ -278,7 +278,7 @@ def test_f17_without_a_slot_for_a_checkpoint_the_request_goes_on(layout):
 def test_f17_all_slots_at_work():
     """Where every slot is somebody's working slot there is no checkpoint at all, and everybody comes to an end.
 
-    Mutation: `Snapshots.checkpoint` allocates without asking whether there is room.
+    Mutation: `Checkpoints.checkpoint` allocates without asking whether there is room.
     """
     run = Run(full(100), state(3), checkpoint_interval=1)
     run.submit_all([RequestSpec(f"r{n}", toks(n, 40), 40) for n in range(3)])
@@ -290,7 +290,7 @@ def test_f17_all_slots_at_work():
 def test_f17_a_checkpoint_that_fails_leaves_the_old_one(layout):
     """A step that would have left a new checkpoint fails: the row goes back to the old one and is right.
 
-    Mutation: `Snapshots.land` is what frees the old one; if `checkpoint` did (when it is planned), the row would find
+    Mutation: `Checkpoints.land` is what frees the old one; if `checkpoint` did (when it is planned), the row would find
     no snapshot and start from zero.
     """
     run = Run(*groups_of(layout, 16, pages=100, slots=4), checkpoint_interval=1)

@@ -17,7 +17,6 @@ from .pool import FLIGHT, LEASE, UNHOOKED, Ids
 from .readers import count_all, idle_in, use
 from .room import Room
 from .runs import HOLE
-from .slots import use_slot
 from .transfer import Operation, Transfer
 from .tree import Tree
 
@@ -81,12 +80,11 @@ class Admission:
         if tree.slots and boundary:
             node = path.holding(boundary)
             for g in tree.slots:
-                slot = (node.device.pages[g] or _NO_SLOTS).get(boundary)
+                slot = (node.copies[DEVICE].pages[g] or _NO_SLOTS).get(boundary)
                 if slot:
                     seeds[g] = slot
                 else:
-                    assert node.host is not None
-                    self._load_one(g, boundary - 1, node.host.pages[g][boundary], load, joined)
+                    self._load_one(g, boundary - 1, node.copies[HOST].pages[g][boundary], load, joined)
         columns = 0 if load or joined else -(-upto // tree.page_size)
         need = {g: max(0, columns - depth) for g in tree.closed}
         for g in tree.sliding:
@@ -108,12 +106,12 @@ class Admission:
         pinned = self._would_pin(match.path, wish.depth)
         less = dict.fromkeys(tree.closed, pinned)
         for g in tree.sliding:
-            if need[g] <= tree.pools[DEVICE][g].free and match.sibling is None:
+            if need[g] <= tree.device.pools[g].free and match.sibling is None:
                 continue  # it is there without eviction
             count_all(tree)
             less[g] = idle_in(tree, match.path.nodes[-1], DEVICE, g, wish.spans[g]) if wish.spans[g] else 0
         for g in tree.slots:
-            less[g] = int(g in wish.seeds and tree.pools[DEVICE][g].readers[wish.seeds[g]] == 0)
+            less[g] = int(g in wish.seeds and tree.device.pools[g].readers[wish.seeds[g]] == 0)
         return less
 
     def _load_closed(
@@ -133,7 +131,7 @@ class Admission:
             return
         columns = np.concatenate([np.arange(n.start, n.start + k, dtype=np.int32) for n, k in parts])
         for g in tree.closed:
-            ids = b"".join(bytes(tree.copy_in(n, HOST).pages[g][: 4 * k]) for n, k in parts)
+            ids = b"".join(bytes(n.copies[HOST].pages[g][: 4 * k]) for n, k in parts)
             load[g] = (columns, np.frombuffer(ids, np.int32))
 
     def _load_one(
@@ -173,9 +171,9 @@ class Admission:
         for node in reversed(path.nodes):
             if node.start >= depth:
                 continue
-            if node.device.holds:
+            if node.copies[DEVICE].holds:
                 break
-            pinned += min(node.device.count, depth - node.start)
+            pinned += min(node.copies[DEVICE].count, depth - node.start)
         return pinned
 
     def admit(self, match: Match, upto: int, keep: Reserve) -> tuple[Lease, Operation | None] | None:
@@ -210,7 +208,7 @@ class Admission:
             last = max((int(c.max()) + 1 for c in columns), default=0)
             operation = self.loads.begin_load(lease, lease.node, first, last, wish.load, wish.joined)
         for g in tree.slots:
-            slot = lease.working[g] = tree.pools[DEVICE][g].allocate_one(LEASE)
+            slot = lease.working[g] = tree.device.pools[g].allocate_one(LEASE)
             lease.tables[g] = bytearray(slot.to_bytes(4, "little"))
         if not lease.waits:
             self.extend(lease, {g: wish.need[g] for g in tree.paged if wish.need[g]})
@@ -220,7 +218,7 @@ class Admission:
         """`admit`, if everything it reads is on the device and free pages are enough, as mostly; slots may have to be
         evicted. None if it is not so; then nothing has changed."""
         tree, path = self.tree, match.path
-        boundary, depth, pools = match.boundary, match.depth, tree.pools[DEVICE]
+        boundary, depth, pools = match.boundary, match.depth, tree.device.pools
         if path.tier and tree.closed:
             depth = path.device_closed(path.depth)
             if depth < boundary:
@@ -238,7 +236,7 @@ class Admission:
             return None
         lease, nodes = self._anchored(match, depth)
         for g in tree.closed:
-            parts = [node.device.pages[g] for node in nodes]
+            parts = [node.copies[DEVICE].pages[g] for node in nodes]
             if need:
                 parts.append(pools[g].take(need, LEASE))
             lease.tables[g] = bytearray().join(parts)
@@ -270,7 +268,7 @@ class Admission:
             low = spans[0][0] if spans else boundary
             end = depth if depth > boundary and (family.reads_promised or not tree.promises) else boundary
             raw = match.path.device_raw(g, low, end)
-            if raw is None or max(0, columns - end) + keep.rows > tree.pools[DEVICE][g].free:
+            if raw is None or max(0, columns - end) + keep.rows > tree.device.pools[g].free:
                 return None
             windows.append((g, low, end, raw))
         return windows
@@ -278,9 +276,9 @@ class Admission:
     def _slots_here(self, path: Path, boundary: int) -> bool:
         """Whether the device has the snapshots at `boundary`, and a working slot free, or one that can go."""
         tree = self.tree
-        place = path.holding(boundary).device if boundary else None
+        place = path.holding(boundary).copies[DEVICE] if boundary else None
         for g in tree.slots:
-            pool, start_snapshot = tree.pools[DEVICE][g], 0
+            pool, start_snapshot = tree.device.pools[g], 0
             if place is not None:
                 start_snapshot = (place.pages[g] or _NO_SLOTS).get(boundary, 0)
                 if not start_snapshot:
@@ -291,17 +289,17 @@ class Admission:
 
     def _take_slots(self, lease: Lease, boundary: int) -> None:
         """The lease reads the snapshots at `boundary` and gets its working slots: they are there."""
-        tree, pools = self.tree, self.tree.pools[DEVICE]
+        tree, pools = self.tree, self.tree.device.pools
         if boundary:
             lease.seed_depth = boundary
-            place = tree.node_at(lease.node, boundary).device
-            use_slot(place, boundary, tree.now)
+            place = tree.node_at(lease.node, boundary).copies[DEVICE]
+            tree.snapshots.use(place, boundary)
             for g in tree.slots:
                 slot = lease.start_snapshot[g] = place.pages[g][boundary]
                 pools[g].read_one(slot)
         for g in tree.slots:
             if not pools[g].free:  # all that it reads is held: who goes now is somebody else's
-                tree.queues[g, DEVICE].evict(1)
+                tree.device.queues[g].evict(1)
             slot = lease.working[g] = pools[g].allocate_one(LEASE)
             lease.tables[g] += slot.to_bytes(4, "little")
 
@@ -345,7 +343,7 @@ class Admission:
         if not match.boundary or not tree.slots:
             return None
         for g in tree.slots:
-            pool = tree.pools[DEVICE][g]
+            pool = tree.device.pools[g]
             if pool.owned[LEASE] or pool.owned[FLIGHT] or pool.owned[UNHOOKED]:
                 return None
         start = match.start
@@ -362,14 +360,14 @@ class Admission:
             lease.wanted = wish.spans
         else:
             for g in tree.closed:
-                lease.tables[g] = bytearray().join([at.device.pages[g] for at in nodes])
+                lease.tables[g] = bytearray().join([at.copies[DEVICE].pages[g] for at in nodes])
                 lease.upto[g] = wish.depth
         if tree.slots and match.boundary:
             lease.seed_depth = match.boundary
             if wish.seeds:
-                use_slot(tree.node_at(lease.node, match.boundary).device, match.boundary, tree.now)
+                tree.snapshots.use(tree.node_at(lease.node, match.boundary).copies[DEVICE], match.boundary)
             for g, slot in wish.seeds.items():
-                tree.pools[DEVICE][g].read_one(slot)
+                tree.device.pools[g].read_one(slot)
                 lease.start_snapshot[g] = slot
         for g in tree.sliding:
             self._read_loose(lease, g, wish)
@@ -425,13 +423,13 @@ class Admission:
             return
         nodes = tree.path_to(lease.node).nodes
         for g in tree.closed:
-            lease.tables[g] = bytearray().join([node.device.pages[g] for node in nodes])
+            lease.tables[g] = bytearray().join([node.copies[DEVICE].pages[g] for node in nodes])
             lease.upto[g] = lease.depth
         lease.wanted = {}
 
     def extend(self, lease: Lease, need: dict[int, int]) -> None:
         """Give the lease so many more private pages of each group. The room is there."""
-        pools = self.tree.pools[DEVICE]
+        pools = self.tree.device.pools
         for g, n in need.items():
             lease.tables[g] += pools[g].take(n, LEASE)
 
@@ -439,7 +437,7 @@ class Admission:
         """Give each of these leases one more page of every group; by group, the ids. The room is there."""
         tree, grown = self.tree, {}
         for g in tree.paged:
-            raw = grown[tree.groups[g].name] = tree.pools[DEVICE][g].take(len(leases), LEASE)
+            raw = grown[tree.groups[g].name] = tree.device.pools[g].take(len(leases), LEASE)
             for at, lease in zip(range(0, len(raw), 4), leases, strict=True):
                 lease.tables[g] += raw[at : at + 4]
         return grown
@@ -452,8 +450,8 @@ class Admission:
         costs = [0] * len(tree.groups)
         node: Node | None = sibling.node
         closed = 0
-        while node is not None and not node.device.holds:
-            closed += node.device.count
+        while node is not None and not node.copies[DEVICE].holds:
+            closed += node.copies[DEVICE].count
             node = node.parent
         for g in tree.closed:
             costs[g] = closed
@@ -465,7 +463,7 @@ class Admission:
         tree = self.tree
         # The anchor's own split may have cut the sibling's node; its lower half kept the identity.
         ((node, at, _),) = tree.cover(sibling.node, sibling.column, sibling.column + 1)
-        pages = {(DEVICE, g): bytes(node.device.pages[g][4 * at : 4 * at + 4]) for g in tree.paged}
+        pages = {(DEVICE, g): bytes(node.copies[DEVICE].pages[g][4 * at : 4 * at + 4]) for g in tree.paged}
         where = (sibling.column, sibling.column + 1)
         spans = {(DEVICE, g): [where] for g in tree.sliding}
         lease.source = hold(tree, sibling.node, (DEVICE,), where, pages, spans)

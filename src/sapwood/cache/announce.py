@@ -90,3 +90,13 @@ def tell_removed(tree: Tree, node: Node, tier: int, columns: range | Ids) -> Non
     rows = np.frombuffer(bytes(hashes), np.uint8).reshape(-1, 32)
     gone = rows[np.asarray(columns, np.int64)[::-1]].tobytes()
     tree.events.append(BlockRemoved(gone, MEDIUM[tier], node.root.namespace))
+
+
+def announced(tree: Tree, node: Node, tier: int) -> Ids:
+    """The pages of `node`, from its start, that events have announced in a tier: those that are real."""
+    g = tree.announced_group
+    columns = tree.shape_of[g].columns(node, tier, g)
+    if tier == DEVICE and node.promised and g not in tree.slots:
+        real = [node.is_real(g, node.start + int(at), g in tree.closed) for at in columns]
+        columns = columns[np.array(real, np.bool_)]
+    return columns

@@ -76,4 +76,4 @@ def snapshots(tree: Tree, node: Node) -> list[int]:
     """The depths at which snapshots of any group and tier stand in `node`, in order."""
     if not tree.slots:
         return []
-    return sorted({depth for t in tree.tiers for g in tree.slots for depth in tree.copy_in(node, t).pages[g] or ()})
+    return sorted({depth for copy in node.copies for g in tree.slots for depth in copy.pages[g] or ()})

@@ -46,8 +46,8 @@ class _Check:
         self.host_pins = host_pins
         self.steps = steps
         self.leases = leases
-        self.owner = [[np.zeros(p.capacity + 1, np.uint8) for p in row] for row in tree.pools]
-        self.readers = [[np.zeros(p.capacity + 1, np.int32) for p in row] for row in tree.pools]
+        self.owner = [[np.zeros(p.capacity + 1, np.uint8) for p in tier.pools] for tier in tree.tiers]
+        self.readers = [[np.zeros(p.capacity + 1, np.int32) for p in tier.pools] for tier in tree.tiers]
         self.columns: dict[tuple[int, int, Node], npt.NDArray[np.int32]] = {}  # readers by (tier, group, node)
         self.pins: list[Counter[Node]] = [Counter() for _ in tree.tiers]
         self.held: Counter[Node] = Counter()
@@ -104,10 +104,10 @@ class _Check:
     def _closure(self, node: Node, child: Node) -> None:
         if not self.tree.closed or node.parent is None:
             return
-        if child.device.count:
-            assert node.device.count, f"{self._at(child)}: on the device, its parent is not"
-        if child.host is not None and child.host.count:
-            whole = node.device.count == node.n or (node.host is not None and node.host.count == node.n)
+        if child.copies[DEVICE].count:
+            assert node.copies[DEVICE].count, f"{self._at(child)}: on the device, its parent is not"
+        if self.tree.has_host and child.copies[HOST].count:
+            whole = any(copy.count == node.n for copy in node.copies)
             assert whole, f"{self._at(child)}: has a host copy that cannot be reached"
 
     def _node(self, node: Node) -> None:
@@ -116,12 +116,13 @@ class _Check:
         assert node.n > 0 and len(node.edge) == node.n * tree.page_bytes, f"{at}: edge of a wrong length"
         assert bytes(node.edge[3::4]).isascii(), f"{at}: a negative token, which nobody can have known"
         if tree.closed:
-            assert node.device.count in (0, node.n), f"{at}: {node.device.count} of {node.n} pages on the device"
-            if node.host is not None and not node.device.count:
-                assert node.host.count in (0, node.n), f"{at}: partly on host and not on the device"
+            count = node.copies[DEVICE].count
+            assert count in (0, node.n), f"{at}: {count} of {node.n} pages on the device"
+            if tree.has_host and not count:
+                assert node.copies[HOST].count in (0, node.n), f"{at}: partly on host and not on the device"
         something = False
-        for t in tree.tiers:
-            copy = tree.copy_in(node, t)
+        for t in range(len(tree.tiers)):
+            copy = node.copies[t]
             stand = {depth for g in tree.slots for depth in copy.pages[g] or ()}
             assert stand == set(copy.seen or ()), f"{at}: snapshots at {stand}, known are {copy.seen}"
             something |= copy.count > 0 or (not tree.closed and any(copy.pages))
@@ -138,9 +139,9 @@ class _Check:
                     assert g not in tree.closed or ids.all(), f"{at}: a hole in {tree.groups[g].name}"
                     ids = ids[ids != 0]
                 self._own(t, g, ids, TREE, node)
-        held = node.device.holds or (node.host is not None and node.host.holds)
+        held = any(copy.holds for copy in node.copies)
         assert something or node.children or held, f"{at}: has nothing and is held by nobody"
-        assert not node.promised or node.device.holds, f"{at}: promised, and nobody holds it"
+        assert not node.promised or node.copies[DEVICE].holds, f"{at}: promised, and nobody holds it"
         if node.hashes is not None:
             assert len(node.hashes) % 32 == 0 and len(node.hashes) <= 32 * node.n, f"{at}: too many hashes"
             self._hashes(node)
@@ -192,7 +193,7 @@ class _Check:
             return
         theirs = np.zeros(int(columns[-1]) + 1, np.int32)
         for node, first, last in self.tree.cover(lease.node, 0, len(theirs)):
-            pages = node.device.pages[g]
+            pages = node.copies[DEVICE].pages[g]
             if pages:
                 here = as_ids(pages)[first:last]
                 theirs[node.start + first : node.start + first + len(here)] = here
@@ -228,11 +229,11 @@ class _Check:
     def _readers(self) -> None:
         """Readers by column are what the nodes say; and which pages of groups that are not closed nobody reads."""
         tree = self.tree
-        for t in tree.tiers:
+        for t in range(len(tree.tiers)):
             for g in tree.sliding:
                 idle = 0
                 for node in self.below:
-                    copy = tree.copy_in(node, t)
+                    copy = node.copies[t]
                     seen = self.columns.get((t, g, node), np.zeros(node.n, np.int32))
                     assert len(copy.reads[g] or b"") <= node.n, f"{self._at(node)}: readers behind its end"
                     kept = np.frombuffer(bytes(copy.reads[g] or b"").ljust(node.n, b"\0"), np.uint8).astype(np.int32)
@@ -246,11 +247,11 @@ class _Check:
                     ids = as_ids(copy.pages[g] or b"")
                     unread = (ids != 0) & (kept[: len(ids)] == 0)
                     idle += int(np.count_nonzero(unread))
-                    queue = tree.queues[g, t]
+                    queue = tree.tiers[t].queues[g]
                     assert not unread.any() or copy.queued & sum(queue.bits), (
                         f"{self._at(node)}: has idle pages of {name} on {TIERS[t]}, is in no queue"
                     )
-                pool = tree.pools[t][g]
+                pool = tree.tiers[t].pools[g]
                 assert idle == pool.idle, f"{pool.name}: {idle} pages are idle, {pool.idle} are counted"
 
     def _staying(self) -> None:
@@ -270,7 +271,7 @@ class _Check:
 
     def _ids(self, node: Node, g: int) -> list[int]:
         """The host pages of a group at a node."""
-        pages = self.tree.copy_in(node, HOST).pages[g]
+        pages = node.copies[HOST].pages[g]
         return [*(pages or {}).values()] if g in self.tree.slots else as_ids(pages or b"").tolist()
 
     def _saves(self) -> None:
@@ -307,8 +308,8 @@ class _Check:
     # ---- counts
 
     def _pools(self) -> None:
-        for t in self.tree.tiers:
-            for g, pool in enumerate(self.tree.pools[t]):
+        for t in range(len(self.tree.tiers)):
+            for g, pool in enumerate(self.tree.tiers[t].pools):
                 owners = bytes(pool.owner)
                 kept: npt.NDArray[np.uint8] = np.frombuffer(owners, np.uint8)
                 seen = self.owner[t][g]
@@ -344,11 +345,11 @@ class _Check:
 
     def _holds(self) -> None:
         tree = self.tree
-        for t in tree.tiers:
+        for t in range(len(tree.tiers)):
             evictable = 0
             for node in reversed(self.below):
-                copy = tree.copy_in(node, t)
-                children = [tree.copy_in(child, t) for child in node.children.values()]
+                copy = node.copies[t]
+                children = [child.copies[t] for child in node.children.values()]
                 holds = self.pins[t][node] + sum(1 for child in children if child.holds)
                 assert self.held[node] == node.held, (
                     f"{self._at(node)}: {self.held[node]} pins, {node.held} are counted"
@@ -359,25 +360,25 @@ class _Check:
                     f"{self._at(node)}: {backed_children} children on {TIERS[t]}, {copy.backed_children} are counted"
                 )
                 evictable += 0 if holds else copy.count
-            lru = tree.leaf_lrus[t]
+            lru = tree.tiers[t].leaves
             assert evictable == lru.evictable, (
                 f"{TIERS[t]}: {evictable} pages can be evicted, {lru.evictable} are counted"
             )
 
     def _queues(self) -> None:
         tree = self.tree
-        for t in tree.tiers:
-            shelved = Counter(entry[2] for entry in tree.leaf_lrus[t].heap)
+        for t in range(len(tree.tiers)):
+            shelved = Counter(entry[2] for entry in tree.tiers[t].leaves.heap)
             for node in self.below:
-                copy = tree.copy_in(node, t)
+                copy = node.copies[t]
                 assert shelved[node] == (copy.queued & 1), f"{self._at(node)}: {shelved[node]} entries in its queue"
                 if copy.count and not copy.holds and not copy.backed_children:
                     assert copy.queued & 1, f"{self._at(node)}: could be evicted from {TIERS[t]}, is in no queue"
-        for (g, t), queue in tree.queues.items():
-            readers = tree.pools[t][g].readers
+        for g, t, queue in [(g, tier.index, queue) for tier in tree.tiers for g, queue in tier.queues.items()]:
+            readers = tree.tiers[t].pools[g].readers
             standing = [Counter(entry[2] for entry in heap) for heap in queue.heaps]
             for node in self.below:
-                copy = tree.copy_in(node, t)
+                copy = node.copies[t]
                 for which, bit in enumerate(queue.bits):
                     inside = bool(copy.queued & bit)
                     assert standing[which][node] == inside, f"{self._at(node)}: queue {which} of group {g}"

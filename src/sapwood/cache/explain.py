@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .flight import is_real
 from .match import Matcher
 from .namespace import Namespace
 from .node import Root
@@ -134,7 +133,7 @@ def _diverged(tree: Tree, path: Path, tokens: bytes, cached: int, served: str, a
     pages = [
         bytes(node.edge[at * size : (at + 1) * size])
         for node, at in beside
-        if all(is_real(tree, node, g, path.depth) for g in tree.paged)
+        if all(node.is_real(g, path.depth, g in tree.closed) for g in tree.paged)
     ]
     if not pages:
         return Explanation(

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from . import check as checking
 from . import explain as explaining
 from .admission import NOTHING_KEPT, Admission, Reserve
+from .checkpoints import Checkpoints
 from .detach import detach_namespace
 from .events import AllBlocksCleared, KVEvent
 from .explain import Explanation
@@ -34,7 +35,6 @@ from .publish import Publisher
 from .readers import count_all
 from .room import Room
 from .save import Saves
-from .snapshots import Snapshots
 from .steps import Commit, StepCommits
 from .stored import MissingPages, StoreFetches, StoreOperation
 from .tokens import token_bytes
@@ -81,10 +81,10 @@ class HybridPrefixCache:
         self._stored = StoreFetches(tree, self._room, self._ledger, self._saves)
         self._matcher = Matcher(tree)
         self._host_pins = HostPins(tree, self._matcher, self._ledger)
-        self._desk = Admission(tree, self._room, self._loads)
+        self._admission = Admission(tree, self._room, self._loads)
         self._follower = Follower(tree, self._matcher)
-        self._snapshots = Snapshots(tree, self._room, self._follower, self._publisher)
-        self._steps = StepCommits(tree, self._follower, self._publisher, self._snapshots)
+        self._checkpoints = Checkpoints(tree, self._room, self._follower, self._publisher)
+        self._steps = StepCommits(tree, self._follower, self._publisher, self._checkpoints)
         self._leases: dict[Lease, None] = {}
         self._index = {group.name: i for i, group in enumerate(groups)}
         self._tally: dict[str, int] = {
@@ -174,9 +174,9 @@ class HybridPrefixCache:
             match = again
         if not writes and match.cuts:  # nobody may wait for snapshots it will not leave
             match = match._replace(cuts=())
-        admitted = self._desk.admit(match, upto, keep)
+        admitted = self._admission.admit(match, upto, keep)
         if admitted is None:
-            admitted = self._desk.admit_from_zero(match, upto, keep)
+            admitted = self._admission.admit_from_zero(match, upto, keep)
             if admitted is None:
                 return None
         lease = admitted[0]
@@ -193,7 +193,7 @@ class HybridPrefixCache:
         if lease.opened or not (self._tree.slots or lease.source):
             lease.opened = True
             return []
-        copies = self._snapshots.opening(lease, self._steps.flight(step))
+        copies = self._checkpoints.opening(lease, self._steps.flight(step))
         self._tally["copies"] += len(copies)
         return copies
 
@@ -220,7 +220,7 @@ class HybridPrefixCache:
         size, tree = self.page_size, self._tree
         for g in tree.paged:
             have = len(lease.tables[g]) // 4
-            if (have + tree.pools[DEVICE][g].free) * size < upto:  # else it need not be asked what could go
+            if (have + tree.device.pools[g].free) * size < upto:  # else it need not be asked what could go
                 upto = min(upto, (have + self._room.available(DEVICE, g)) * size)
         return upto
 
@@ -236,7 +236,7 @@ class HybridPrefixCache:
         if need:
             if not self._room.made(DEVICE, need):
                 return False
-            self._desk.extend(lease, need)
+            self._admission.extend(lease, need)
         return True
 
     def grow_rows(self, leases: Sequence[Lease]) -> dict[str, bytes] | None:
@@ -248,7 +248,7 @@ class HybridPrefixCache:
                 self._seated(lease)
         if not self._room.made(DEVICE, dict.fromkeys(self._tree.paged, len(leases))):
             return None
-        return self._desk.extend_rows(leases)
+        return self._admission.extend_rows(leases)
 
     def table(self, lease: Lease, group: str) -> Ids:
         """The pages of one group by column (0 = hole); for a family of slots, the working slot."""
@@ -314,7 +314,7 @@ class HybridPrefixCache:
         self._has_pages(lease, upto)
         if lease.writes and not lease.detached:
             if lease.cuts:
-                self._snapshots.pass_cuts(lease, upto, self._steps.flights)
+                self._checkpoints.pass_cuts(lease, upto, self._steps.flights)
             steps = self._steps
             flight = steps.flight(step)
             self._publisher.publish(lease, tokens, 0, upto, flight, steps.oldest(step) if lease.deps else step)
@@ -343,12 +343,12 @@ class HybridPrefixCache:
     def checkpoint(self, lease: Lease, page: int, step: int) -> list[PageCopy]:
         """Keep the state as it will be after `step`, at the end of `page` pages. Empty if no slot can be had."""
         self._seated(lease)
-        return self._snapshots.checkpoint(lease, page, self._steps.flight(step), rolling=False)
+        return self._checkpoints.checkpoint(lease, page, self._steps.flight(step), rolling=False)
 
     def roll_checkpoint(self, lease: Lease, page: int, step: int) -> list[PageCopy]:
         """A checkpoint that takes the place of the lease's last rolling one once it is real."""
         self._seated(lease)
-        return self._snapshots.checkpoint(lease, page, self._steps.flight(step), rolling=True)
+        return self._checkpoints.checkpoint(lease, page, self._steps.flight(step), rolling=True)
 
     def step_commit(self, step: int, reading: int | None = None) -> Commit:
         """Step `step` is done: what it promised is real. `reading` is the newest later step in flight, if there is one:
@@ -393,9 +393,9 @@ class HybridPrefixCache:
             if pages:
                 publisher.publish(lease, fill, lease.depth, lease.depth + pages, None, 0)
             if tree.slots:
-                self._snapshots.publish_state(lease, computed)
+                self._checkpoints.publish_state(lease, computed)
         elif tree.slots:
-            self._snapshots.counts["states_dropped"] += 1
+            self._checkpoints.counts["states_dropped"] += 1
         del self._leases[lease]
         self._computed(lease, computed)
         span = publisher.leftover(lease, offered) if tree.has_host else None
@@ -420,13 +420,13 @@ class HybridPrefixCache:
         tree = self._tree
         if not tree.has_host or not tree.closed:
             return []
-        pools = [tree.pools[DEVICE][g] for g in tree.closed]
+        pools = [tree.device.pools[g] for g in tree.closed]
         if all(8 * pool.free >= pool.capacity for pool in pools):
             return []
-        leaves = tree.coldest(DEVICE, 4 * most)
+        leaves = tree.device.leaves.coldest(DEVICE, 4 * most)
         # Once for each time it was used: on a small host two of them would push each other out in turns, for ever.
-        fresh = [leaf for leaf in leaves if leaf.tried < leaf.device.used and not leaf.saving]
-        lost = [leaf for leaf in fresh if leaf.host is not None and leaf.host.count < leaf.n]
+        fresh = [leaf for leaf in leaves if leaf.tried < leaf.copies[DEVICE].used and not leaf.saving]
+        lost = [leaf for leaf in fresh if tree.has_host and leaf.copies[HOST].count < leaf.n]
         # On host a page is worth nothing without its path.
         return [Span(0, leaf.end, leaf) for leaf in lost[:most]]
 
@@ -445,7 +445,7 @@ class HybridPrefixCache:
         for lease in landed.failed:
             self._uncount(lease)
         for lease in landed.ready:
-            self._desk.seat(lease)
+            self._admission.seat(lease)
             self._replace_provisional_hit(lease, lease.start)
         return landed
 
@@ -574,18 +574,20 @@ class HybridPrefixCache:
         self._live(lease)
         tree = self._tree
         count_all(tree)
-        if lease.working or (not lease.detached and tree.closed and lease.depth and lease.node.device.holds == 1):
+        if lease.working:
+            return True
+        if not lease.detached and tree.closed and lease.depth and lease.node.copies[DEVICE].holds == 1:
             return True
         for g in tree.paged:
             if len(lease.private(g)):
                 return True
             if lease.detached:
-                if 1 in tree.pools[DEVICE][g].readers[lease.adopted(g)[1]]:
+                if 1 in tree.device.pools[g].readers[lease.adopted(g)[1]]:
                     return True
             elif g in tree.sliding:
                 for low, high in lease.reading(g):
                     for at, first, last in tree.cover(lease.node, low, high):
-                        if 1 in (at.device.reads[g] or b"")[first:last]:
+                        if 1 in (at.copies[DEVICE].reads[g] or b"")[first:last]:
                             return True
         return False
 
@@ -625,14 +627,15 @@ class HybridPrefixCache:
         available: dict[str, dict[str, int]] = {}  # not of windows: their readers would have to be counted for it
         for g, group in enumerate(self.groups):
             pages[group.name], used[group.name], evicted[group.name] = {}, {}, {}
-            for t, tier in enumerate(TIERS):
-                pool = tree.pools[t][g] if t in tree.tiers else _NO_POOL
+            for t, name in enumerate(TIERS):
+                tier = tree.tiers[t] if t < len(tree.tiers) else None
+                pool = tier.pools[g] if tier else _NO_POOL
                 owners = dict(zip(("free", *OWNERS), pool.counts, strict=True))
-                pages[group.name][tier] = {"capacity": pool.capacity, **owners}
-                used[group.name][tier] = pool.used_bytes
-                evicted[group.name][tier] = tree.evicted[t][g] if t in tree.tiers else 0
-                if t in tree.tiers and g not in tree.sliding:
-                    available.setdefault(group.name, {})[tier] = self._room.available(t, g)
+                pages[group.name][name] = {"capacity": pool.capacity, **owners}
+                used[group.name][name] = pool.used_bytes
+                evicted[group.name][name] = tier.evicted[g] if tier else 0
+                if tier and g not in tree.sliding:
+                    available.setdefault(group.name, {})[name] = self._room.available(t, g)
         return {
             "pages": pages,
             "bytes": used,
@@ -641,7 +644,7 @@ class HybridPrefixCache:
             **self._tally,
             "reasons": dict(self._reasons),
             "transfers": dict(self._ledger.counts),
-            "steps": {**self._steps.counts, **self._snapshots.counts},
+            "steps": {**self._steps.counts, **self._checkpoints.counts},
             "staying": {group.name: held for group, held in zip(self.groups, self._host_pins.held, strict=True)},
             "nodes": tree.nodes,
             "leases": len(self._leases),
@@ -659,9 +662,9 @@ class HybridPrefixCache:
 
     def watch(self, seen: Callable[[str, str, str, Ids], None]) -> None:
         """Call `seen(group, tier, "taken" | "freed", pages)` whenever pages change hands with a pool: for checkers."""
-        for t in self._tree.tiers:
-            for group, pool in zip(self.groups, self._tree.pools[t], strict=True):
-                pool.watch = partial(seen, group.name, TIERS[t])
+        for tier in self._tree.tiers:
+            for group, pool in zip(self.groups, tier.pools, strict=True):
+                pool.watch = partial(seen, group.name, tier.name)
 
     # ---- inside
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .announce import tell_removed
-from .group import DEVICE
+from .group import DEVICE, HOST
 from .lease import Lease, PinHolder
 from .node import Node
 from .pool import FLIGHT, TREE, Ids
@@ -112,18 +112,10 @@ def note_promises(tree: Tree, lease: Lease) -> None:
         at = at.parent
 
 
-def is_real(tree: Tree, node: Node, g: int, column: int) -> bool:
-    """Whether the page that `node` has at `column` of the path is computed, and not only promised."""
-    if not node.promised:
-        return True
-    closed = g in tree.closed
-    return not any(promise.covers(g, column, closed) for promise in node.promised)
-
-
 def withdraw(tree: Tree, promise: Promise, freed: list[tuple[int, Ids]]) -> None:
     """Take back what was promised. The pages go to `freed`, in flight: a later step may still write them."""
     for fill in promise.fills:
-        pool = tree.pools[DEVICE][fill.g]
+        pool = tree.device.pools[fill.g]
         taken = []
         filled = as_ids(fill.ids)
         done = 0
@@ -131,7 +123,7 @@ def withdraw(tree: Tree, promise: Promise, freed: list[tuple[int, Ids]]) -> None
             ours = filled[done : done + end - begin]
             done += end - begin
             for node, low, high in tree.cover(promise.node, begin, end):
-                pages = node.device.pages[fill.g]
+                pages = node.copies[DEVICE].pages[fill.g]
                 if pages is None:
                     continue
                 view = np.frombuffer(pages, np.int32)[low:high]
@@ -140,13 +132,13 @@ def withdraw(tree: Tree, promise: Promise, freed: list[tuple[int, Ids]]) -> None
                 view[same] = 0
                 taken.append(ids[same])
                 for first, last in runs_of(same):
-                    pool.idle -= unread_columns(node.device, fill.g, low + first, low + last)
+                    pool.idle -= unread_columns(node.copies[DEVICE], fill.g, low + first, low + last)
         ids = np.concatenate(taken) if taken else np.zeros(0, np.int32)
         pool.move(ids, TREE, FLIGHT)
         freed.append((fill.g, ids))
     if promise.first < promise.last and tree.closed:
         for node, low, high in tree.cover(promise.node, promise.first, promise.last):
-            if not node.device.count:
+            if not node.copies[DEVICE].count:
                 continue
             if low:
                 tree.split(node, low)
@@ -161,11 +153,11 @@ def _lose_below(tree: Tree, node: Node, freed: list[tuple[int, Ids]]) -> None:
     """Nothing stays on the device below pages that are withdrawn: what a lease computed itself, and had published there
     because it saw somebody's promise of the same pages, goes with them."""
     below = []
-    stack = [child for child in node.children.values() if child.device.count]
+    stack = [child for child in node.children.values() if child.copies[DEVICE].count]
     while stack:
         at = stack.pop()
         below.append(at)
-        stack += [child for child in at.children.values() if child.device.count]
+        stack += [child for child in at.children.values() if child.copies[DEVICE].count]
     for at in reversed(below):
         if tree.announcing and tree.announced_group in tree.closed:
             tell_removed(tree, at, DEVICE, range(at.n))
@@ -175,19 +167,15 @@ def _lose_below(tree: Tree, node: Node, freed: list[tuple[int, Ids]]) -> None:
 
 def _lose_device(tree: Tree, node: Node, freed: list[tuple[int, Ids]]) -> None:
     """What host has of a node stays there: if that is its first pages alone, in a node of their own."""
-    host, upper = node.host, None
-    if host is not None and 0 < host.count < node.n:
-        upper = tree.split(node, host.count)
-    copy = node.device
+    upper = None
+    if tree.has_host and 0 < node.copies[HOST].count < node.n:
+        upper = tree.split(node, node.copies[HOST].count)
+    copy = node.copies[DEVICE]
     for g in tree.closed:
         ids = as_ids(copy.pages[g])
-        tree.pools[DEVICE][g].move(ids, TREE, FLIGHT)
+        tree.device.pools[g].move(ids, TREE, FLIGHT)
         freed.append((g, ids))
         copy.pages[g] = b""
-    if not copy.holds:
-        tree.leaf_lrus[DEVICE].evictable -= copy.count
-    copy.count = 0
-    assert node.parent is not None
-    tree.lost_kid(node.parent, DEVICE)
+    tree.closed_pages.shrunk(node, DEVICE, 0)
     if upper is not None:
         _lose_device(tree, upper, freed)

@@ -15,7 +15,6 @@ from .path import Path
 from .pool import FLIGHT, LEASE
 from .readers import read, unread, unread_one, use
 from .runs import HOLE, present, runs_of
-from .slots import use_slot
 from .tree import Tree
 
 
@@ -91,7 +90,7 @@ class Follower:
 
     def _give_up(self, lease: Lease, g: int, low: int, high: int) -> None:
         tree = self.tree
-        pool = tree.pools[DEVICE][g]
+        pool = tree.device.pools[g]
         table = np.frombuffer(lease.tables[g], np.int32)
         split = min(max(lease.upto[g], low), high)
         if lease.counted and not lease.detached:
@@ -115,14 +114,14 @@ class Follower:
         page = int.from_bytes(table[4 * column : 4 * column + 4], "little")
         table[4 * column : 4 * column + 4] = HOLE
         if page and lease.detached:
-            tree.pools[DEVICE][g].unread_one(page)
+            tree.device.pools[g].unread_one(page)
         elif page and lease.counted:
             unread_one(tree, lease.node, g, column)
 
     def _give_up_run(self, lease: Lease, g: int, low: int, high: int) -> None:
         """`_give_up` for a lease without duplicates."""
         tree = self.tree
-        pool = tree.pools[DEVICE][g]
+        pool = tree.device.pools[g]
         table = lease.tables[g]
         split = 4 * min(max(lease.upto[g], low), high)
         shared, private = table[4 * low : split], table[split : 4 * high]
@@ -161,9 +160,9 @@ class Follower:
             self._reread(lease, node, g, boundary, length)
         for g, ids in private.items():
             if held is None:
-                tree.pools[DEVICE][g].release(ids, LEASE)
+                tree.device.pools[g].release(ids, LEASE)
             else:
-                tree.pools[DEVICE][g].move(ids, LEASE, FLIGHT)
+                tree.device.pools[g].move(ids, LEASE, FLIGHT)
                 held.freed.append((g, ids))
         lease.own.clear()
         self.release_snapshot(lease)
@@ -171,7 +170,7 @@ class Follower:
         lease.node, lease.depth, lease.boundary = node, depth, boundary
         nodes = tree.path_to(node).nodes
         for g in tree.closed:
-            lease.tables[g] = bytearray().join([at.device.pages[g] for at in nodes])
+            lease.tables[g] = bytearray().join([at.copies[DEVICE].pages[g] for at in nodes])
         lease.start = min(boundary * tree.page_size, length - 1)
         self.start_from_snapshot(lease, boundary)
         note_promises(tree, lease)
@@ -183,7 +182,7 @@ class Follower:
         table = np.zeros(boundary, np.int32)
         for low, high in spans:
             for at, first, last in tree.cover(node, low, high):
-                there = np.frombuffer(bytes(at.device.pages[g]), np.int32)[first:last]
+                there = np.frombuffer(bytes(at.copies[DEVICE].pages[g]), np.int32)[first:last]
                 table[at.start + first : at.start + last] = there
         lease.tables[g] = bytearray(table.tobytes())
         lease.upto[g] = boundary
@@ -205,11 +204,11 @@ class Follower:
         lease.seed_depth = boundary
         if not boundary:
             return
-        at = tree.node_at(lease.node, boundary).device
-        use_slot(at, boundary, tree.now)
+        at = tree.node_at(lease.node, boundary).copies[DEVICE]
+        tree.snapshots.use(at, boundary)
         for g in tree.slots:
             slot = lease.start_snapshot[g] = at.pages[g][boundary]
-            tree.pools[DEVICE][g].read_one(slot)
+            tree.device.pools[g].read_one(slot)
 
     def release_snapshot(self, lease: Lease) -> None:
         """The lease stops reading the snapshot it was to start from."""
@@ -221,9 +220,9 @@ class Follower:
         """Stop reading snapshots that stand in `node`, or in none any more."""
         tree = self.tree
         for g, slot in slots.items():
-            tree.pools[DEVICE][g].unread_one(slot)
+            tree.device.pools[g].unread_one(slot)
             if node is not None:
-                tree.queues[g, DEVICE].add(node, node.device)
+                tree.device.queues[g].add(node, node.copies[DEVICE])
 
     def adopt(self, lease: Lease, tokens: bytes, position: int, held: StepInFlight | None) -> int:
         """Before the next chunk at `position`: take over what others have published since. What it lets go of waits for
@@ -273,7 +272,7 @@ class Follower:
         tree.unpin(lease.node, DEVICE)
         nodes = tree.path_to(node).nodes
         for g in tree.closed:
-            pool = tree.pools[DEVICE][g]
+            pool = tree.device.pools[g]
             table = lease.table(g)
             spare = table[lease.upto[g] : depth]
             spare = spare[spare != 0]
@@ -282,7 +281,7 @@ class Follower:
             else:
                 pool.move(spare, LEASE, FLIGHT)
                 held.freed.append((g, spare))
-            lease.tables[g] = bytearray().join([*(at.device.pages[g] for at in nodes), table[depth:].tobytes()])
+            lease.tables[g] = bytearray().join([*(at.copies[DEVICE].pages[g] for at in nodes), table[depth:].tobytes()])
             for (group, column), page in lease.own.items():
                 if group == g:
                     lease.tables[g][4 * column : 4 * column + 4] = page.to_bytes(4, "little")

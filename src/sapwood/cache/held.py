@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .announce import tell_stored
-from .detach import _announced
+from .announce import announced, tell_stored
 from .events import KVEvent
 from .node import Node, Root
 from .tree import Tree
@@ -23,7 +22,7 @@ def held_events(cache: HybridPrefixCache) -> list[KVEvent]:
     tree = cache._tree
     undrained, tree.events = tree.events, []
     try:
-        for tier in tree.tiers:
+        for tier in range(len(tree.tiers)):
             for root in tree.roots.values():
                 _tell(tree, root, tier)
         return tree.events
@@ -36,7 +35,7 @@ def _tell(tree: Tree, root: Root, tier: int) -> None:
     while stack:
         node = stack.pop()
         stack.extend(node.children.values())
-        columns = _announced(tree, node, tier)
+        columns = announced(tree, node, tier)
         if not len(columns):
             continue
         first, last = int(columns[0]), int(columns[-1]) + 1

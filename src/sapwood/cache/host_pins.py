@@ -98,19 +98,19 @@ class HostPins:
         tree = self.tree
         found: dict[int, Ids] = {}
         for g in tree.closed:
-            held = b"".join([bytes(tree.copy_in(node, HOST).pages[g]) for node in path.nodes])
+            held = b"".join([bytes(node.copies[HOST].pages[g]) for node in path.nodes])
             found[g] = as_ids(held[: 4 * boundary])
         for g in tree.sliding:
             parts = [
                 as_ids(pages[4 * low : 4 * high])
                 for first, end in tree.families[g].columns(boundary, length)
                 for at, low, high in tree.cover(path.nodes[-1], first, end)
-                if (pages := tree.copy_in(at, HOST).pages[g])
+                if (pages := at.copies[HOST].pages[g])
             ]
             ids = np.concatenate(parts) if parts else np.zeros(0, np.int32)
             found[g] = ids[ids != 0]
         for g in tree.slots:
-            slot = (tree.copy_in(path.holding(boundary), HOST).pages[g] or {}).get(boundary)
+            slot = (path.holding(boundary).copies[HOST].pages[g] or {}).get(boundary)
             found[g] = np.array([slot] if slot else [], np.int32)
         return {g: ids for g, ids in found.items() if len(ids)}
 
@@ -136,8 +136,4 @@ class HostPins:
 
 def _whole_on_host(path: Path, boundary: int) -> bool:
     """Whether host has every page of closed groups up to there."""
-    for node in path.nodes:
-        assert node.host is not None
-        if node.host.count < min(node.n, boundary - node.start):
-            return False
-    return True
+    return all(node.copies[HOST].count >= min(node.n, boundary - node.start) for node in path.nodes)

@@ -217,14 +217,14 @@ class Lease:
     def detach(self, tree: Tree) -> None:
         """The tree is leaving: from now on the lease reads its closed pages by page."""
         if self.waits:  # what is on the device so far; the rest will come to it privately
-            there = [node for node in tree.path_to(self.node).nodes if node.device.count]
+            there = [node for node in tree.path_to(self.node).nodes if node.copies[DEVICE].count]
             for g in tree.closed:
-                self.tables[g] = bytearray().join([node.device.pages[g] for node in there])
+                self.tables[g] = bytearray().join([node.copies[DEVICE].pages[g] for node in there])
                 self.upto[g] = len(self.tables[g]) // 4
             self.shared = {transfer: tree.shared(self.node, transfer.node) for transfer in self.waits}
         for g in tree.closed:
             ids = self.adopted(g)[1]
-            tree.pools[DEVICE][g].read(ids)
+            tree.device.pools[g].read(ids)
         for g, column in self.own:  # of the tree's page beside its own it reads nothing
             if g in tree.sliding:
                 unread(tree, self.node, DEVICE, g, column, column + 1)
@@ -311,7 +311,7 @@ class PinHolder:
         for tier in self.tiers:
             for g in tree.closed:
                 ids = self.pages[tier, g] = _pages_in(tree, self.node, tier, g, [self.columns])
-                tree.pools[tier][g].read(np.frombuffer(ids, np.int32))
+                tree.tiers[tier].pools[g].read(np.frombuffer(ids, np.int32))
         for (tier, g), where in self.spans.items():
             self.pages[tier, g] = _pages_in(tree, self.node, tier, g, where)
         self.detached = True
@@ -327,7 +327,7 @@ class PinHolder:
         del self.root.holders[self]
         if self.detached:
             for (tier, g), ids in self.pages.items():
-                tree.pools[tier][g].unread(np.frombuffer(ids, np.int32))
+                tree.tiers[tier].pools[g].unread(np.frombuffer(ids, np.int32))
             tree.forget_if_empty(self.root)
             return
         if self.counted:
@@ -339,12 +339,12 @@ class PinHolder:
         if tree.slots:
             for (tier, g), ids in self.pages.items():
                 if g in tree.slots:
-                    pool, idle = tree.pools[tier][g], False
+                    pool, idle = tree.tiers[tier].pools[g], False
                     for slot in memoryview(ids).cast("i"):
                         if pool.unread_one(slot):
                             idle = True
                     if idle:
-                        tree.requeue(self.node, tier, g, *self.columns)
+                        tree.enqueue_path(self.node, tier, g, *self.columns)
         for tier in self.tiers:
             if not tier:
                 self.node.held -= 1
@@ -378,7 +378,7 @@ def read_held(
         for (tier, g), ids in pages.items():
             if g in tree.slots:
                 for slot in memoryview(ids).cast("i"):
-                    tree.pools[tier][g].read_one(slot)
+                    tree.tiers[tier].pools[g].read_one(slot)
 
 
 def _pages_in(tree: Tree, node: Node, tier: int, g: int, where: Ranges) -> bytes:
@@ -387,6 +387,6 @@ def _pages_in(tree: Tree, node: Node, tier: int, g: int, where: Ranges) -> bytes
         present(pages[4 * first : 4 * last]).tobytes()
         for low, high in where
         for at, first, last in tree.cover(node, low, high)
-        if (pages := tree.copy_in(at, tier).pages[g])
+        if (pages := at.copies[tier].pages[g])
     ]
     return b"".join(parts)

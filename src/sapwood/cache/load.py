@@ -55,7 +55,7 @@ class Loads:
         spans = {(HOST, g): where[g] for g in tree.sliding if g in where}
         came = {}
         for g, (_, ids) in wanted.items():
-            targets = came[g] = tree.pools[DEVICE][g].take(len(ids), FLIGHT)
+            targets = came[g] = tree.device.pools[g].take(len(ids), FLIGHT)
             wide = spread(where[g], ids.tobytes(), first, last), spread(where[g], targets, first, last)
             parts[g] = (as_ids(wide[0]), as_ids(wide[1]))
         op, both = self.ledger.number(), (DEVICE, HOST)
@@ -66,7 +66,7 @@ class Loads:
         for g, (columns, ids) in wanted.items():
             if g in tree.closed:
                 for at, _, _ in tree.cover(node, int(columns[0]), int(columns[-1]) + 1):
-                    if not at.device.count and at.loading is None:
+                    if not at.copies[DEVICE].count and at.loading is None:
                         at.loading = transfer
             else:
                 for page in ids.tolist():
@@ -88,7 +88,7 @@ class Loads:
     def _must_wait(self, transfer: Transfer) -> bool:
         """Pages are never on the device without those above them: a load that arrives first waits for the other."""
         above = self._above(transfer)
-        while above is not None and above.n and not above.device.count:
+        while above is not None and above.n and not above.copies[DEVICE].count:
             if above.loading is not None and above.loading is not transfer and above.loading.op in self.ledger.pending:
                 above.loading.after.append(transfer)
                 self.arrived[transfer.op] = transfer
@@ -139,7 +139,7 @@ class Loads:
         """Whether all it brings of closed groups would stand below pages that are there. Not if a load above it failed,
         or one between two parts of it, which it had joined, has not come: it goes, and who waits does without host."""
         tree, above = self.tree, self._above(transfer)
-        if above is not None and above.n and not above.device.count:
+        if above is not None and above.n and not above.copies[DEVICE].count:
             return False
         for g in tree.closed:
             if g in transfer.parts:
@@ -147,7 +147,7 @@ class Loads:
                 where = transfer.ranges[g]
                 for node, first, last in tree.cover(transfer.node, where[0][0], where[-1][1]):
                     if (
-                        not node.device.count
+                        not node.copies[DEVICE].count
                         and not targets[node.start + first - base : node.start + last - base].all()
                     ):
                         return False
@@ -161,7 +161,7 @@ class Loads:
         promised = False
         for node in tree.path_to(transfer.node).nodes:
             promised = promised or any(promise.first < promise.last for promise in node.promised or ())
-            if promised and not node.device.count and node.end > transfer.first:
+            if promised and not node.copies[DEVICE].count and node.end > transfer.first:
                 return True
         return False
 
@@ -199,10 +199,11 @@ class Loads:
             targets = transfer.parts[closed[0]][1][a - base : b - base]
             if not targets.any():
                 continue
-            if node.device.count or first or last != node.n or not targets.all():
+            if node.copies[DEVICE].count or first or last != node.n or not targets.all():
                 self.ledger.free_columns(transfer, a, b)  # it was computed meanwhile
                 continue
-            tree.put_closed(node, DEVICE, {g: transfer.parts[g][1][a - base : b - base].tobytes() for g in closed})
+            came = {g: transfer.parts[g][1][a - base : b - base].tobytes() for g in closed}
+            tree.closed_pages.put(node, DEVICE, came)
             kept.append((a, b))
         for g in closed:
             self.ledger.tree_owns(transfer, g, kept)
@@ -211,11 +212,11 @@ class Loads:
     def _take(self, lease: Lease, g: int) -> None:
         """A waiting lease reads at once what has come for it, so that nobody evicts it before the lease goes on."""
         tree = self.tree
-        pool = tree.pools[DEVICE][g]
+        pool = tree.device.pools[g]
         if g in tree.slots:
             depth = lease.seed_depth
             if depth and g not in lease.start_snapshot:
-                slot = (tree.node_at(lease.node, depth).device.pages[g] or {}).get(depth)
+                slot = (tree.node_at(lease.node, depth).copies[DEVICE].pages[g] or {}).get(depth)
                 if slot:
                     lease.start_snapshot[g] = slot
                     pool.read_one(slot)
@@ -223,7 +224,7 @@ class Loads:
         table = np.frombuffer(lease.tables[g], np.int32)
         for low, high in lease.wanted.get(g, ()):
             for node, first, last in tree.cover(lease.node, low, high):
-                pages = node.device.pages[g]
+                pages = node.copies[DEVICE].pages[g]
                 if pages is None:
                     continue
                 there = np.frombuffer(pages, np.int32)[first:last]
@@ -239,7 +240,7 @@ class Loads:
         the first pages may go another way below them: each gets what lies on its own path."""
         tree = self.tree
         for g, (_, targets) in transfer.parts.items():
-            pool = tree.pools[DEVICE][g]
+            pool = tree.device.pools[g]
             ids = targets[targets != 0]
             columns = targets.nonzero()[0] + transfer.first
             pool.move(ids, FLIGHT, UNHOOKED)

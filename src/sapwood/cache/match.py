@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import islice
 
-from .flight import is_real
 from .ghosts import crc_at
+from .group import DEVICE
 from .lease import Binding, Match, Sibling
 from .node import Node, Root
 from .path import Path, agree
@@ -166,13 +166,13 @@ class Matcher:
 
     def _copyable(self, node: Node, at: int) -> bool:
         tree = self.tree
-        if tree.closed and not node.device.count:
+        if tree.closed and not node.copies[DEVICE].count:
             return False
         for g in tree.sliding:
-            pages = node.device.pages[g]
+            pages = node.copies[DEVICE].pages[g]
             if pages is None or not any(pages[4 * at : 4 * at + 4]):
                 return False
-        return all(is_real(tree, node, g, node.start + at) for g in range(len(tree.groups)))
+        return all(node.is_real(g, node.start + at, g in tree.closed) for g in range(len(tree.groups)))
 
     def reason(self, path: Path, boundary: int, limiter: int, length: int) -> str:
         tree = self.tree

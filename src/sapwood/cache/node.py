@@ -3,7 +3,7 @@
      root (a namespace)
       |  edge: the bytes of whole pages of int32 tokens
     node ---------------------- start, n: the pages [start, start + n) of the path
-   /    \\                       device, host: a Copy for each tier
+   /    \\                       copies: what it has in each tier
 node    node
 """
 
@@ -29,7 +29,8 @@ class Copy:
     reads   by group that is not closed: how many read each of its first columns, nobody those behind them; or None
             (see readers.py)
     seen    by depth: when a snapshot that stands there was last used, the longest ago first
-    used    when somebody last used it (step counter); queued: bits of the eviction queues it stands in
+    used    its rank in the order of eviction: the step it was last used in
+    queued  bits of the eviction queues it stands in
     """
 
     __slots__ = ("backed_children", "count", "holds", "pages", "queued", "reader_overflow", "reads", "seen", "used")
@@ -54,12 +55,11 @@ class Node:
     __slots__ = (
         "__weakref__",  # so that a test can see a dropped tree go
         "children",
+        "copies",
         "crc",
-        "device",
         "edge",
         "hashes",
         "held",
-        "host",
         "loading",
         "n",
         "parent",
@@ -81,8 +81,7 @@ class Node:
         start: int,
         n: int,
         seq: int,
-        device: Copy,
-        host: Copy | None,
+        copies: tuple[Copy, ...],
     ) -> None:
         self.root = root
         self.parent = parent
@@ -90,8 +89,7 @@ class Node:
         self.start = start
         self.n = n
         self.seq = seq
-        self.device = device
-        self.host = host
+        self.copies = copies  # by tier
         self.children: dict[bytes, Node] = {}
         self.recent: Node | None = None
         self.hashes: bytearray | None = None  # sha256 digests of the first pages, as far as they were wanted
@@ -110,6 +108,10 @@ class Node:
     @property
     def alive(self) -> bool:
         return self.parent is not None
+
+    def is_real(self, g: int, column: int, closed: bool) -> bool:
+        """Whether the page here at `column` of the path is computed, and not only promised."""
+        return not self.promised or not any(promise.covers(g, column, closed) for promise in self.promised)
 
 
 class Root:

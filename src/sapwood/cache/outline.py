@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .group import DEVICE, HOST
 from .node import Node
 from .tree import Tree
 
@@ -38,20 +39,19 @@ def outline(tree: Tree, most: int) -> dict[str, Any]:
 
 
 def _recent(node: Node) -> list[Node]:
-    return sorted(node.children.values(), key=lambda child: child.device.used, reverse=True)
+    return sorted(node.children.values(), key=lambda child: child.copies[DEVICE].used, reverse=True)
 
 
 def _shown(tree: Tree, node: Node, parent: int) -> dict[str, Any]:
     """`parent`: the place of a node in the list; of a root, -1 less its place among the namespaces."""
-    host = node.host
     return {
         "parent": parent,
         "start": node.start * tree.page_size,
         "tokens": node.n * tree.page_size,
         "first_tokens": memoryview(bytes(node.edge[: 4 * _SHOWN])).cast("i").tolist(),
-        "device_pages": node.device.count,
-        "host_pages": 0 if host is None else host.count,
-        "pinned": node.device.holds > 0,
-        "used": node.device.used,
+        "device_pages": node.copies[DEVICE].count,
+        "host_pages": node.copies[HOST].count if tree.has_host else 0,
+        "pinned": node.copies[DEVICE].holds > 0,
+        "used": node.copies[DEVICE].used,
         "promised": bool(node.promised),
     }

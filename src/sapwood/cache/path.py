@@ -45,7 +45,7 @@ class Path:
     def deepest_closed(self, limit: int) -> int:
         # Closure: a node keeps a copy somewhere while a child has any, so the deepest one with a copy decides.
         for node in reversed(self.nodes):
-            if node.device.count or (self.tier and node.host is not None and node.host.count):
+            if node.copies[DEVICE].count or (self.tier and node.copies[HOST].count):
                 end = node.start + node.n
                 if end > limit:
                     end = limit
@@ -55,7 +55,7 @@ class Path:
     def device_closed(self, limit: int) -> int:
         """How far closed groups have all pages on the device."""
         for node in reversed(self.nodes):
-            if node.device.count:
+            if node.copies[DEVICE].count:
                 return self._readable(min(limit, node.start + node.n))
         return 0
 
@@ -76,7 +76,7 @@ class Path:
             if start >= high:
                 continue
             first = low - start if low > start else 0
-            pages = node.device.pages[index]
+            pages = node.copies[DEVICE].pages[index]
             # Four zero bytes in a row are a hole, or two ids beside each other: only then look closer.
             if (
                 pages is None
@@ -93,7 +93,7 @@ class Path:
 
     def _last_hole(self, node: Node, index: int, first: int, last: int) -> int:
         there = np.zeros(last - first, np.bool_)
-        for copy in (node.device, node.host if self.tier else None):
+        for copy in (node.copies[DEVICE], node.copies[HOST] if self.tier else None):
             if copy is not None and copy.pages[index] is not None:
                 here = np.frombuffer(bytes(copy.pages[index]), np.int32)[first:last] != 0
                 there[: len(here)] |= here
@@ -113,7 +113,7 @@ class Path:
                 start = node.start
                 if start >= high:
                     continue
-                pages = node.device.pages[index]
+                pages = node.copies[DEVICE].pages[index]
                 if pages is not None:
                     first = low - start if low > start else 0
                     here = pages[4 * first : 4 * (high - start)]
@@ -131,7 +131,7 @@ class Path:
             start = node.start
             if start >= high:
                 continue
-            pages = node.device.pages[index]
+            pages = node.copies[DEVICE].pages[index]
             if not pages:
                 return None
             if start > low and start + node.n <= high:
@@ -160,7 +160,7 @@ class Path:
         """The host page of a group at a column of the path, or 0."""
         for node in reversed(self.nodes):
             if node.start <= column:
-                pages = node.host.pages[index] if node.host is not None else None
+                pages = node.copies[HOST].pages[index] if self.tree.has_host else None
                 at = 4 * (column - node.start)
                 return int.from_bytes(pages[at : at + 4], "little") if pages else 0
         return 0
@@ -177,12 +177,12 @@ class Path:
             if node.start >= limit:
                 continue
             deepest = 0
-            for depth in reversed(node.device.pages[index] or _NONE):
+            for depth in reversed(node.copies[DEVICE].pages[index] or _NONE):
                 if depth <= limit:
                     deepest = depth
                     break
             if self.tier:
-                for depth in reversed(node.host.pages[index] or _NONE):  # type: ignore[union-attr]
+                for depth in reversed(node.copies[HOST].pages[index] or _NONE):
                     if depth <= limit:
                         if depth > deepest:
                             deepest = depth

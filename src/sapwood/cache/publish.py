@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from .announce import hash_path, tell_page, tell_stored
-from .flight import Fill, Promise, StepInFlight, is_real, mark, note_promises
-from .group import DEVICE
+from .flight import Fill, Promise, StepInFlight, mark, note_promises
+from .group import DEVICE, HOST
 from .lease import Lease, Span
 from .node import Node
 from .path import agree
@@ -92,7 +92,7 @@ class Publisher:
         fallen: list[Fallen] = []
         for lease, page in zip(leases, pages, strict=True):
             node, depth = lease.node, lease.depth
-            copy, edge = node.device, node.edge
+            copy, edge = node.copies[DEVICE], node.edge
             if copy.holds != 1 or node.children or type(edge) is not bytearray or lease.detached or not lease.writes:
                 if lease.writes and not lease.detached:
                     duplicates = self.publish(lease, page, depth, depth + 1, None, 0)
@@ -109,7 +109,7 @@ class Publisher:
                 moved.append(one)
                 lease.upto[g] = depth + 1
         for i, g in enumerate(closed):
-            tree.pools[DEVICE][g].hand(b"".join(moved[i :: len(closed)]), LEASE, TREE)
+            tree.device.pools[g].hand(b"".join(moved[i :: len(closed)]), LEASE, TREE)
         return fallen
 
     def _any_rows(self, leases: Sequence[Lease], pages: Sequence[bytes]) -> list[Fallen]:
@@ -118,7 +118,7 @@ class Publisher:
         moved: list[list[bytearray]] = [[] for _ in tree.groups]
         fallen: list[Fallen] = []
         announcing, hashing = tree.announcing, tree.hashing
-        queued = {g: tree.queues[g, DEVICE].bits[0] for g in sliding}
+        queued = {g: tree.device.queues[g].bits[0] for g in sliding}
         may_grow, save_pages = bool(closed) or not announcing or tree.announced_group in sliding, self.save_pages
         for lease, page in zip(leases, pages, strict=True):
             if lease.detached or not lease.writes:
@@ -132,7 +132,7 @@ class Publisher:
                 if duplicates:
                     fallen.append((lease, duplicates))
                 continue
-            last, at, copy, tables = depth + 1, 4 * depth, node.device, lease.tables
+            last, at, copy, tables = depth + 1, 4 * depth, node.copies[DEVICE], lease.tables
             there = copy.pages
             node.edge += page
             node.n = n = node.n + 1
@@ -151,11 +151,11 @@ class Publisher:
                 if pages_here is None or len(pages_here) < 4 * n - 4:
                     pages_here = there[g] = lengthened(pages_here, n - 1)
                 pages_here += one
-                tree.pools[DEVICE][g].idle += 1
+                tree.device.pools[g].idle += 1
                 if lease.counted:  # then it was so for a moment
                     read(tree, node, DEVICE, g, depth, last)
                 elif not copy.queued & queued[g]:
-                    tree.queues[g, DEVICE].add(node, copy)
+                    tree.device.queues[g].add(node, copy)
             lease.depth = last
             if announcing:
                 tell_page(tree, node, page)
@@ -169,7 +169,7 @@ class Publisher:
                     self.offer(lease, depth, last, node)
         for g in tree.paged:
             if moved[g]:
-                tree.pools[DEVICE][g].hand(b"".join(moved[g]), LEASE, TREE)
+                tree.device.pools[g].hand(b"".join(moved[g]), LEASE, TREE)
         return fallen
 
     def became_real(self, lease: Lease, node: Node, first: int, last: int, fills: list[Fill]) -> None:
@@ -266,7 +266,7 @@ class Publisher:
             if both < child.n:
                 child = tree.split(child, both)
             node.recent = child
-            if not child.device.count and tree.closed:
+            if not child.copies[DEVICE].count and tree.closed:
                 first = min(first, depth)
                 self._put(lease, child, depth, depth + both)
             else:
@@ -288,8 +288,8 @@ class Publisher:
         pages = {}
         for g in self.tree.closed:
             pages[g] = bytes(lease.tables[g][4 * low : 4 * high])
-            self.tree.pools[DEVICE][g].hand(pages[g], LEASE, TREE)
-        self.tree.put_closed(node, DEVICE, pages)
+            self.tree.device.pools[g].hand(pages[g], LEASE, TREE)
+        self.tree.closed_pages.put(node, DEVICE, pages)
 
     def _append(self, lease: Lease, node: Node, depth: int, tokens: bytes | bytearray, offset: int, upto: int) -> None:
         """New pages [depth, upto) below `node`: its own edge grows if nobody else can mind, else a child is added."""
@@ -303,20 +303,20 @@ class Publisher:
                 node.edge += tokens[offset:end]
             node.n += n
             node.crc = None
-            copy = node.device
+            copy = node.copies[DEVICE]
         else:
             child = tree.attach(node, bytearray(memoryview(tokens)[offset:end]), n)
-            copy = child.device
+            copy = child.copies[DEVICE]
             copy.holds = 1
             if node is not lease.node:  # else the lease's own pin becomes "a child with holds": no climb
                 tree.pin(node, DEVICE)
                 tree.unpin(lease.node, DEVICE)
             if tree.closed:
-                node.device.backed_children += 1
+                node.copies[DEVICE].backed_children += 1
             lease.node = child
         for g in tree.closed:
             mine = lease.tables[g][4 * depth : 4 * upto]
-            tree.pools[DEVICE][g].hand(mine, LEASE, TREE)
+            tree.device.pools[g].hand(mine, LEASE, TREE)
             there = copy.pages[g]
             if type(there) is bytearray:
                 there += mine
@@ -329,12 +329,12 @@ class Publisher:
     def can_grow(self, node: Node) -> bool:
         """Whether `node` may get longer in place: a leaf, held by one lease alone."""
         tree = self.tree
-        copy = node.device
+        copy = node.copies[DEVICE]
         if node.children or node.parent is None or copy.holds - node.held != 1 or node.loading is not None:
             return False
         if tree.closed and copy.count != node.n:
             return False
-        if node.host is not None and node.host.holds:  # by a backup: what it holds is all on host, and stays so
+        if tree.has_host and node.copies[HOST].holds:  # by a backup: what it holds is all on host, and stays so
             return False
         return type(node.edge) is bytearray or len(node.edge) <= _MAX_COPY_TO_GROW_BYTES
 
@@ -348,7 +348,7 @@ class Publisher:
         for node, first, last in reversed(tree.cover(lease.node, lease.upto[g], upto)):
             begin = node.start + first
             mine = table[4 * begin : 4 * (node.start + last)]
-            copy = node.device
+            copy = node.copies[DEVICE]
             pages = copy.pages[g]
             # Four zero bytes in a row are a hole, or two ids beside each other: only then look closer.
             if HOLE in mine or (pages and any(pages[4 * first : 4 * last])):
@@ -357,16 +357,16 @@ class Publisher:
             if pages is None or len(pages) < 4 * first:
                 pages = copy.pages[g] = lengthened(pages, first)
             pages[4 * first : 4 * last] = mine
-            tree.pools[DEVICE][g].idle += unread_columns(copy, g, first, last)
+            tree.device.pools[g].idle += unread_columns(copy, g, first, last)
             if lease.counted:  # then it was so for a moment
                 read(tree, node, DEVICE, g, begin, node.start + last)
             else:
-                tree.queues[g, DEVICE].add(node, copy)
+                tree.device.queues[g].add(node, copy)
             filled.append((begin, mine))
         lease.upto[g] = upto
         if filled:
             ids = joined(filled)
-            tree.pools[DEVICE][g].hand(ids, LEASE, TREE)
+            tree.device.pools[g].hand(ids, LEASE, TREE)
             fills.append(Fill(g, ranges(filled), ids))
 
     def _fill_holes(
@@ -375,19 +375,19 @@ class Publisher:
         """`_fill` for pages [first, last) of `node`, some of which the tree has or the lease has not."""
         begin = node.start + first
         here = np.frombuffer(bytes(lease.tables[g][4 * begin : 4 * (node.start + last)]), np.int32)
-        node.device.pages[g] = lengthened(node.device.pages[g], last)
-        view = np.frombuffer(node.device.pages[g], np.int32)[first:last]
+        node.copies[DEVICE].pages[g] = lengthened(node.copies[DEVICE].pages[g], last)
+        view = np.frombuffer(node.copies[DEVICE].pages[g], np.int32)[first:last]
         new = (view == 0) & (here != 0)
         view[new] = here[new]
         del view
         filled = runs_of(new)
         for low, high in filled:
-            self.tree.pools[DEVICE][g].idle += unread_columns(node.device, g, first + low, first + high)
+            self.tree.device.pools[g].idle += unread_columns(node.copies[DEVICE], g, first + low, first + high)
         if lease.counted:
             for low, high in runs_of(here):
                 read(self.tree, node, DEVICE, g, begin + low, begin + high)
         else:
-            self.tree.queues[g, DEVICE].add(node, node.device)
+            self.tree.device.queues[g].add(node, node.copies[DEVICE])
         for at in ((here != 0) & ~new).nonzero()[0].tolist():
             lease.own[g, begin + at] = int(here[at])
             duplicates.append((g, begin + at))
@@ -409,18 +409,18 @@ class Publisher:
             if page is None:
                 continue
             ((node, at, _),) = tree.cover(lease.node, column, column + 1)
-            pages = node.device.pages[g]
+            pages = node.copies[DEVICE].pages[g]
             theirs = int.from_bytes(pages[4 * at : 4 * at + 4], "little") if pages else 0
             if not theirs:
                 continue
-            if not is_real(tree, node, g, column):
+            if not node.is_real(g, column, g in tree.closed):
                 left.append((g, column))
                 continue
             del lease.own[g, column]
             if held is None:
-                tree.pools[DEVICE][g].release_one(page, LEASE)
+                tree.device.pools[g].release_one(page, LEASE)
             else:
-                tree.pools[DEVICE][g].move_one(page, LEASE, FLIGHT)
+                tree.device.pools[g].move_one(page, LEASE, FLIGHT)
                 held.freed.append((g, np.array([page], np.int32)))
             lease.tables[g][4 * column : 4 * column + 4] = theirs.to_bytes(4, "little")
             self.replaced.append(Replaced(lease, tree.groups[g].name, column, theirs))

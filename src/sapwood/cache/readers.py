@@ -36,17 +36,17 @@ def count_all(tree: Tree) -> None:
 
 def use(tree: Tree, node: Node, low: int) -> None:
     """Somebody begins to read the path to `node` on the device from column `low` on, counted or not."""
-    node.device.used = tree.now
+    node.copies[DEVICE].used = tree.now
     while node.start > low:
         node = node.parent  # type: ignore[assignment]
-        node.device.used = tree.now
+        node.copies[DEVICE].used = tree.now
 
 
 def read(tree: Tree, node: Node, tier: int, g: int, low: int, high: int) -> None:
     """One more reader for the columns [low, high) of the path to `node`."""
     idle = 0
     for at, first, last in tree.cover(node, low, high):
-        copy: Copy = at.host if tier else at.device  # type: ignore[assignment]
+        copy = at.copies[tier]
         reads = copy.reads[g]
         if reads is None:
             reads = copy.reads[g] = bytearray(at.n)
@@ -59,14 +59,14 @@ def read(tree: Tree, node: Node, tier: int, g: int, low: int, high: int) -> None
         if _CROWD in before:
             _count_overflow(copy, g, at.start + first, before)
     if idle:
-        tree.pools[tier][g].idle -= idle
+        tree.tiers[tier].pools[g].idle -= idle
 
 
 def unread(tree: Tree, node: Node, tier: int, g: int, low: int, high: int) -> None:
     """One reader less for the columns [low, high) of the path to `node`. Eviction hears of pages that became idle."""
     idle = 0
     for at, first, last in tree.cover(node, low, high):
-        copy: Copy = at.host if tier else at.device  # type: ignore[assignment]
+        copy = at.copies[tier]
         reads = copy.reads[g]
         assert reads is not None, "a column has no reader to leave"
         before = reads[first:last]
@@ -76,18 +76,18 @@ def unread(tree: Tree, node: Node, tier: int, g: int, low: int, high: int) -> No
             here = _there(copy, g, first, before, 1)
             if here:
                 idle += here
-                tree.queues[g, tier].add(at, copy)
+                tree.tiers[tier].queues[g].add(at, copy)
         if _CROWD in before:
             _less_of_a_crowd(copy, g, at.start, first, before)
     if idle:
-        tree.pools[tier][g].idle += idle
+        tree.tiers[tier].pools[g].idle += idle
 
 
 def unread_one(tree: Tree, node: Node, g: int, column: int) -> None:
     """`unread` for one column, on the device, which has a page: what a decoding row does when it crosses a page."""
     while node.start > column:
         node = node.parent  # type: ignore[assignment]
-    copy, at = node.device, column - node.start
+    copy, at = node.copies[DEVICE], column - node.start
     reads = copy.reads[g]
     count = reads[at] if reads is not None else 0
     if reads is None or not 0 < count < _CROWD:
@@ -95,8 +95,8 @@ def unread_one(tree: Tree, node: Node, g: int, column: int) -> None:
         return
     reads[at] = count - 1
     if count == 1:
-        tree.pools[DEVICE][g].idle += 1
-        tree.queues[g, DEVICE].add(node, copy)
+        tree.device.pools[g].idle += 1
+        tree.device.queues[g].add(node, copy)
 
 
 def idle_in(tree: Tree, node: Node, tier: int, g: int, spans: Ranges) -> int:
@@ -104,7 +104,7 @@ def idle_in(tree: Tree, node: Node, tier: int, g: int, spans: Ranges) -> int:
     idle = 0
     for low, high in spans:
         for at, first, last in tree.cover(node, low, high):
-            copy = tree.copy_in(at, tier)
+            copy = at.copies[tier]
             reads = copy.reads[g]
             before = (reads or bytearray())[first:last].ljust(last - first, b"\0")
             idle += _there(copy, g, first, before, 0) if 0 in before else 0

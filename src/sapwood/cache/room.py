@@ -15,14 +15,14 @@ class Room:
     def available(self, tier: int, g: int) -> int:
         """Pages of a group that are free or that eviction can free. Exact."""
         tree = self.tree
-        pool = tree.pools[tier][g]
+        pool = tree.tiers[tier].pools[g]
         if tree.uncounted and g in tree.sliding:
             count_all(tree)
-        return pool.free + (pool.idle if pool.by_page else tree.leaf_lrus[tier].evictable)
+        return pool.free + (pool.idle if pool.by_page else tree.tiers[tier].leaves.evictable)
 
     def has(self, tier: int, need: Mapping[int, int]) -> bool:
         """Whether all of it is free already."""
-        pools = self.tree.pools[tier]
+        pools = self.tree.tiers[tier].pools
         for g, n in need.items():  # noqa: SIM110  (a loop: this is asked of every request)
             if n > pools[g].free:
                 return False
@@ -30,7 +30,7 @@ class Room:
 
     def can_make(self, tier: int, need: Mapping[int, int], less: Mapping[int, int] | None = None) -> bool:
         """The dry run: would `make` succeed, if `less` pages of each group could not be evicted? Changes nothing."""
-        pools = self.tree.pools[tier]
+        pools = self.tree.tiers[tier].pools
         for g, n in need.items():
             # What is free is there whatever `less` says: that only tells of pages which eviction could have taken.
             if n > pools[g].free and n > self.available(tier, g) - (less.get(g, 0) if less else 0):
@@ -51,13 +51,13 @@ class Room:
         tree = self.tree
         if tree.uncounted and any(g in need for g in tree.sliding):
             count_all(tree)
-        pools = tree.pools[tier]
+        pools = tree.tiers[tier].pools
         short = 0
         for g in tree.closed:
             short = max(short, need.get(g, 0) - pools[g].free)
         if short > 0:
-            tree.evict_closed(tier, short)
+            tree.closed_pages.evict(tier, short)
         for g, n in need.items():
             short = n - pools[g].free
             if short > 0:
-                tree.queues[g, tier].evict(short)
+                tree.tiers[tier].queues[g].evict(short)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from .begins import NEAR, WINDOW, reach, worth
 from .group import DEVICE, HOST
 from .lease import PinHolder, Span, hold
-from .node import Copy, Node
+from .node import Node
 from .pool import FLIGHT, TREE
 from .publish import Publisher
 from .room import Room
@@ -84,7 +84,7 @@ class Saves:
             return None
         where, sources, need, first, last = wanted
         spans = {(DEVICE, g): where[g] for g in self.sliding if g in where}
-        pools = tree.pools[HOST]
+        pools = tree.tiers[HOST].pools
         parts: Parts = {}
         came = {}
         source: bytes | bytearray
@@ -94,7 +94,7 @@ class Saves:
             if need[g] < last - first:
                 source, target = spread(where[g], source, first, last), spread(where[g], target, first, last)
             parts[g] = frombuffer(source, _INT32), frombuffer(target, _INT32)
-        node.tried = node.device.used
+        node.tried = node.copies[DEVICE].used
         transfer = Transfer(
             tree, self.ledger.number(), HOST, node, (first, last), parts, where, came, (DEVICE,), sources, spans
         )
@@ -175,7 +175,7 @@ class Saves:
                 slot.to_bytes(4, "little")
                 for depth in boundaries
                 if 0 < depth <= node.end
-                and (slot := (tree.copy_in(tree.node_at(node, depth), HOST).pages[g] or {}).get(depth))
+                and (slot := (tree.node_at(node, depth).copies[HOST].pages[g] or {}).get(depth))
             ]
             if slots:
                 kept[HOST, g] = b"".join(slots)
@@ -186,8 +186,8 @@ class Saves:
     ) -> None:
         """Put down which closed pages and snapshots of `node` in [low, high), counted from its start, host does not
         have."""
-        start, there, busy = node.start, node.device.pages, node.promised or node.saving
-        host: Copy = node.host  # type: ignore[assignment]
+        start, there, busy = node.start, node.copies[DEVICE].pages, node.promised or node.saving
+        host = node.copies[HOST]
         kept = host.pages
         first = host.count if host.count > low else low
         if first < high:
@@ -219,10 +219,10 @@ class Saves:
         tree, node = self.tree, span.node
         before = reach(tree, g)
         for at, low, high in reversed(tree.cover(node, max(0, span.first - before), last)):
-            ids = (at.device.pages[g] or b"")[4 * low : 4 * high]
+            ids = (at.copies[DEVICE].pages[g] or b"")[4 * low : 4 * high]
             if not ids:
                 continue
-            kept = at.host.pages[g]  # type: ignore[union-attr]
+            kept = at.copies[HOST].pages[g]
             # Four zero bytes in a row are a hole, or two ids beside each other: only then look closer.
             if before:
                 wanted = worth(tree, g, at)[low : low + len(ids) // 4] >= least
@@ -244,7 +244,7 @@ class Saves:
         if not self.closed or not depth:
             return True
         at = self.tree.node_at(node, depth)
-        there = at.host.count >= depth - at.start  # type: ignore[union-attr]
+        there = at.copies[HOST].count >= depth - at.start
         return there or any(save.covers(self.closed[0], depth - 1) for save in at.saving or ())
 
     @staticmethod
@@ -263,7 +263,7 @@ class Saves:
         want = pages != 0
         if wanted is not None:
             want &= wanted
-        there = tree.copy_in(node, HOST).pages[g]
+        there = node.copies[HOST].pages[g]
         if not closed and there is not None:
             saved = np.frombuffer(bytes(there), np.int32)[first : first + len(pages)]
             want[: len(saved)] &= saved == 0
@@ -322,22 +322,22 @@ class Saves:
             for low, high in kept:
                 landed += high - low
         for node, _, _ in path:
-            node.host.used = tree.now  # type: ignore[union-attr]
+            node.copies[HOST].used = tree.now
         return landed
 
     def _land_closed(self, transfer: Transfer, where: Ranges, path: Cover) -> Ranges:
         """Host copies of closed groups: the first pages of each node. A gap before them becomes a node of its own."""
         tree = self.tree
-        if len(path) == 1 and len(where) == 1 and path[0][0].start + path[0][0].host.count == where[0][0]:  # type: ignore[union-attr]
+        if len(path) == 1 and len(where) == 1 and path[0][0].start + path[0][0].copies[HOST].count == where[0][0]:
             for g in tree.closed:
-                tree.pools[HOST][g].hand(transfer.came[g], FLIGHT, TREE)
-            tree.put_closed(path[0][0], HOST, transfer.came)
+                tree.tiers[HOST].pools[g].hand(transfer.came[g], FLIGHT, TREE)
+            tree.closed_pages.put(path[0][0], HOST, transfer.came)
             return where
         kept: Ranges = []
         for low, high in where:
             whole = low == transfer.first and high == transfer.last
             for node, first, last in path if whole else tree.cover(transfer.node, low, high):
-                copy: Copy = node.host  # type: ignore[assignment]
+                copy = node.copies[HOST]
                 a, b = node.start + first, node.start + last
                 if copy.count > first:
                     known = min(copy.count, last)
@@ -349,7 +349,7 @@ class Saves:
                     tree.split(node, first)
                 here = [(a, b)]
                 came = {g: picked(transfer.ranges[g], transfer.came[g], here) for g in tree.closed}
-                tree.put_closed(node, HOST, came)
+                tree.closed_pages.put(node, HOST, came)
                 kept += here
         kept.sort()
         for g in tree.closed:

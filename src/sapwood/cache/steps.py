@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .checkpoints import Checkpoints
 from .flight import StepInFlight, unmark, withdraw
 from .follow import Follower
 from .group import DEVICE
@@ -16,7 +17,6 @@ from .pool import FLIGHT, LEASE, Ids
 from .publish import Publisher, Replaced
 from .readers import unread
 from .runs import HOLE
-from .snapshots import Snapshots
 from .tree import Tree
 
 
@@ -31,11 +31,11 @@ _NO_NEWS = Commit((), ())
 
 
 class StepCommits:
-    def __init__(self, tree: Tree, follower: Follower, publisher: Publisher, snapshots: Snapshots) -> None:
+    def __init__(self, tree: Tree, follower: Follower, publisher: Publisher, checkpoints: Checkpoints) -> None:
         self.tree = tree
         self.follower = follower
         self.publisher = publisher
-        self.snapshots = snapshots
+        self.checkpoints = checkpoints
         self.flights: dict[int, StepInFlight] = {}
         self.unsettled: dict[Lease, list[tuple[int, int]]] = {}  # duplicates of pages that may not be real yet
         self.doomed = 0  # steps up to this one count as failed whatever they say: an earlier one has failed
@@ -83,7 +83,7 @@ class StepCommits:
                 if flight.promises:
                     self._keep_promises(flight)
                 for snapshot in flight.snapshots:
-                    self.snapshots.land(snapshot)
+                    self.checkpoints.land(snapshot)
             self._over(flight)
         if self.unsettled:
             unsettled, self.unsettled = self.unsettled, {}
@@ -180,7 +180,7 @@ class StepCommits:
 
     def _free(self, freed: list[tuple[int, Ids]]) -> None:
         for g, ids in freed:
-            self.tree.pools[DEVICE][g].release(ids, FLIGHT)
+            self.tree.device.pools[g].release(ids, FLIGHT)
 
     # ---- going back
 
@@ -207,7 +207,7 @@ class StepCommits:
         owner = FLIGHT if lease.ended else LEASE
         freed = [(g, self._private_from(lease, g, page)) for g in tree.paged]
         for g, ids in freed:
-            tree.pools[DEVICE][g].move(ids, owner, FLIGHT)
+            tree.device.pools[g].move(ids, owner, FLIGHT)
         if lease.detached:
             adopted = {g: lease.adopted(g) for g in tree.paged}
             gone = {(DEVICE, g): ids[columns >= page].tobytes() for g, (columns, ids) in adopted.items()}
@@ -306,7 +306,7 @@ class StepCommits:
         lease.ended = True
         self.unsettled.pop(lease, None)
         if lease.cuts:
-            self.snapshots.stop_making(lease)
+            self.checkpoints.stop_making(lease)
         if lease.waits:
             for transfer in lease.waits:
                 transfer.waiters.remove(lease)
@@ -321,9 +321,9 @@ class StepCommits:
             self._drop(lease, LEASE)
             return
         for g in tree.paged:
-            tree.pools[DEVICE][g].move(lease.private(g), LEASE, FLIGHT)
+            tree.device.pools[g].move(lease.private(g), LEASE, FLIGHT)
         for g, slot in lease.working.items():
-            tree.pools[DEVICE][g].move(np.array([slot], np.int32), LEASE, FLIGHT)
+            tree.device.pools[g].move(np.array([slot], np.int32), LEASE, FLIGHT)
         self.flights[max(steps)].ended.append(lease)
 
     def _drop(self, lease: Lease, owner: int) -> None:
@@ -331,19 +331,19 @@ class StepCommits:
         for g in tree.paged:
             mine = lease.tables[g][4 * lease.upto[g] :]
             if lease.own or HOLE in mine:
-                tree.pools[DEVICE][g].release(lease.private(g), owner)
+                tree.device.pools[g].release(lease.private(g), owner)
             elif mine:
-                tree.pools[DEVICE][g].give(mine, owner)
+                tree.device.pools[g].give(mine, owner)
         if lease.working:
             for g, slot in lease.working.items():
-                tree.pools[DEVICE][g].release_one(slot, owner)
+                tree.device.pools[g].release_one(slot, owner)
         if lease.start_snapshot:
             self.follower.release_snapshot(lease)
         if lease.source is not None:
             lease.source.let_go(tree)
         if lease.detached:
             for g in tree.paged:
-                tree.pools[DEVICE][g].unread(lease.adopted(g)[1])
+                tree.device.pools[g].unread(lease.adopted(g)[1])
         elif lease.counted:
             for g in tree.sliding:
                 for low, high in lease.reading(g):

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .announce import hash_path
-from .group import HOST
+from .group import DEVICE, HOST
 from .hashes import chain, ensure_hashes
 from .lease import Binding, PinHolder, Span, hold
 from .namespace import Namespace
@@ -131,7 +131,7 @@ class StoreFetches:
             self.ledger.counts["fetches_skipped"] += 1
             return None
         targets = {
-            g: as_ids(spread(spans, tree.pools[HOST][g].take(need[g], FLIGHT), first, last))
+            g: as_ids(spread(spans, tree.tiers[HOST].pools[g].take(need[g], FLIGHT), first, last))
             for g, spans in where.items()
         }
         op = self.ledger.number()
@@ -189,7 +189,7 @@ class StoreFetches:
         end = self._landable(fetch, first + pages) if ok else first
         for g, targets in fetch.targets.items():
             rest = targets[end - first :]
-            self.tree.pools[HOST][g].release(rest[rest != 0], FLIGHT)
+            self.tree.tiers[HOST].pools[g].release(rest[rest != 0], FLIGHT)
         landed = self._land(fetch, end) if end > first else 0
         self.ledger.counts["fetches_failed"] += not landed
         return landed > 0
@@ -233,7 +233,7 @@ class StoreFetches:
             above = tree.node_ending(path.nodes[-1], path.depth) if path.nodes else root.top
             return tree.attach(above, tokens[path.depth * tree.page_bytes :], end - path.depth)
         node = path.nodes[-1]
-        if tree.closed and node.end > end and not tree.copy_in(node, HOST).count and not node.device.count:
+        if tree.closed and node.end > end and not node.copies[HOST].count and not node.copies[DEVICE].count:
             return tree.split(node, end - node.start)  # somebody holds it, with nothing in it: all of it or none
         return node
 
@@ -265,7 +265,7 @@ class StoreFetches:
         if first >= last:
             return []
         anchor = tree.cover(node, last - 1, last)[0][0]
-        host = tree.copy_in(anchor, HOST)
+        host = anchor.copies[HOST]
         if tree.closed and host.count < anchor.n:
             anchor = tree.split(anchor, host.count)
         found = self._on_host(anchor, first, last)
@@ -293,20 +293,20 @@ class StoreFetches:
     def _whole_on_host(self, node: Node) -> int:
         """To which depth of the path to `node` host has every page of closed groups."""
         for at in self.tree.path_to(node).nodes:
-            count = self.tree.copy_in(at, HOST).count
+            count = at.copies[HOST].count
             if count < at.n:
                 return at.start + count
         return node.end
 
     def _any_on_host(self, node: Node, first: int, last: int) -> bool:
-        return any(self.tree.copy_in(at, HOST).count > low for at, low, _ in self.tree.cover(node, first, last))
+        return any(at.copies[HOST].count > low for at, low, _ in self.tree.cover(node, first, last))
 
     def _on_host(self, node: Node, first: int, last: int) -> dict[int, list[Run]]:
         """By group: the host pages of [first, last) on the path to `node`, root side first."""
         tree = self.tree
         found: dict[int, list[Run]] = {}
         for at, low, high in reversed(tree.cover(node, first, last)):
-            for g, pages in enumerate(tree.copy_in(at, HOST).pages):
+            for g, pages in enumerate(at.copies[HOST].pages):
                 if not pages:
                     continue
                 pieces = found.setdefault(g, [])

@@ -14,11 +14,10 @@ from .announce import tell_stored
 from .group import HOST
 from .lease import Lease, PinHolder, read_held
 from .namespace import Namespace
-from .node import Copy, Node
+from .node import Node
 from .pool import FLIGHT, TREE, Ids
 from .readers import unread_columns
 from .runs import Ranges, lengthened, picked, runs_of
-from .slots import put_slot
 from .tree import Cover, Tree, as_ids
 
 Parts = dict[int, tuple[Ids, Ids]]
@@ -125,19 +124,19 @@ class PendingTransfers:
 
     def free_targets(self, transfer: Transfer) -> None:
         for g, raw in transfer.came.items():
-            self.tree.pools[transfer.tier][g].give(raw, FLIGHT)
+            self.tree.tiers[transfer.tier].pools[g].give(raw, FLIGHT)
 
     def free_columns(self, transfer: Transfer, low: int, high: int) -> None:
         """Give back the targets of closed groups for pages [low, high): they are there already."""
         for g in self.tree.closed:
             ids = picked(transfer.ranges[g], transfer.came[g], [(low, high)])
-            self.tree.pools[transfer.tier][g].give(ids, FLIGHT)
+            self.tree.tiers[transfer.tier].pools[g].give(ids, FLIGHT)
 
     def tree_owns(self, transfer: Transfer, g: int, kept: Ranges) -> None:
         """The pages of a group that came for the ranges `kept` are the tree's now."""
         if kept:
             ids = picked(transfer.ranges[g], transfer.came[g], kept)
-            self.tree.pools[transfer.tier][g].hand(ids, FLIGHT, TREE)
+            self.tree.tiers[transfer.tier].pools[g].hand(ids, FLIGHT, TREE)
 
     def land_loose(self, transfer: Transfer, g: int, where: Ranges, path: Cover) -> Ranges:
         """Put pages into the holes of a path; where one was filled meanwhile, free. Returns the filled ranges.
@@ -162,8 +161,8 @@ class PendingTransfers:
     def _land_run(self, g: int, node: Node, tier: int, low: int, high: int, ids: bytes) -> bool:
         """Put pages into [low, high) of `node`, if nothing is there."""
         tree = self.tree
-        copy: Copy = node.host if tier else node.device  # type: ignore[assignment]
-        pool, pages = tree.pools[tier][g], copy.pages[g]
+        copy = node.copies[tier]
+        pool, pages = tree.tiers[tier].pools[g], copy.pages[g]
         if pages is None or len(pages) < 4 * low:
             pages = copy.pages[g] = lengthened(pages, low)
         elif any(pages[4 * low : 4 * high]):
@@ -171,13 +170,13 @@ class PendingTransfers:
         pages[4 * low : 4 * high] = ids
         pool.hand(ids, FLIGHT, TREE)
         pool.idle += unread_columns(copy, g, low, high)
-        tree.queues[g, tier].add(node, copy)
+        tree.tiers[tier].queues[g].add(node, copy)
         return True
 
     def _land_in_holes(self, g: int, node: Node, tier: int, low: int, high: int, ids: Ids) -> Ranges:
         """`_land_run` where some are there already: those that came for them are freed. Returns where others went."""
         tree = self.tree
-        begin, copy, pool = node.start + low, tree.copy_in(node, tier), tree.pools[tier][g]
+        begin, copy, pool = node.start + low, node.copies[tier], tree.tiers[tier].pools[g]
         pages = copy.pages[g] = lengthened(copy.pages[g], high)
         view = np.frombuffer(pages, np.int32)[low:high]
         taken = view != 0
@@ -187,7 +186,7 @@ class PendingTransfers:
         filled = runs_of(~taken)
         for a, b in filled:
             pool.idle += unread_columns(copy, g, low + a, low + b)
-        tree.queues[g, tier].add(node, copy)
+        tree.tiers[tier].queues[g].add(node, copy)
         return [(begin + a, begin + b) for a, b in filled]
 
     def land_slot(self, transfer: Transfer, g: int, where: Ranges) -> Ranges:
@@ -198,7 +197,7 @@ class PendingTransfers:
         for low, high in where:
             for depth in range(low + 1, high + 1):
                 place = node if node.start < depth else tree.node_at(node, depth)
-                if put_slot(tree, place, tier, g, depth, slots[at]):
+                if tree.snapshots.put(place, tier, g, depth, slots[at]):
                     kept.append((depth - 1, depth))
                 at += 1
         return kept
@@ -223,6 +222,6 @@ def host_runs(tree: Tree, node: Node, g: int, spans: Ranges) -> Ranges:
         (at.start + first + a, at.start + first + b)
         for low, high in spans
         for at, first, last in tree.cover(node, low, high)
-        if (pages := tree.copy_in(at, HOST).pages[g])
+        if (pages := at.copies[HOST].pages[g])
         for a, b in runs_of(as_ids(pages[4 * first : 4 * last]))
     ]

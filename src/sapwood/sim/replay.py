@@ -86,8 +86,7 @@ class Replay:
             stack = [(node, namespace.digest()) for node in root.top.children.values()]
             while stack:
                 node, digest = stack.pop()
-                copy = node.device if self.medium == "GPU" else node.host
-                pages = copy.pages[self.group] if copy is not None else None
+                pages = node.copies[0 if self.medium == "GPU" else 1].pages[self.group]
                 if slot:
                     there = [node.start + at + 1 in (pages or ()) for at in range(node.n)]
                 else:

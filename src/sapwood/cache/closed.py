@@ -1,0 +1,133 @@
+"""Closed pages: a page is worth nothing without all pages before it, so they come in order and go by the leaves.
+
+All closed groups of a model go together: on the device a node has all of its pages or none, on host its first `count`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .announce import tell_removed
+from .group import DEVICE, HOST
+from .pool import TREE, Ids
+
+if TYPE_CHECKING:
+    from .node import Copy, Node
+    from .tree import Tree
+
+
+class ClosedPages:
+    def __init__(self, tree: Tree) -> None:
+        self.tree = tree
+
+    def split(self, upper: Node, lower: Node, tier: int) -> None:
+        """A node has been cut: its upper half takes its pages. Queues come when all of the copy is divided."""
+        k, top, low = upper.n, upper.copies[tier], lower.copies[tier]
+        top.count = min(low.count, k)
+        low.count -= top.count
+        top.backed_children = 1 if low.count else 0
+        for g in self.tree.closed:
+            pages = low.pages[g]
+            top.pages[g] = bytes(pages[: 4 * k])
+            low.pages[g] = pages[4 * k :]
+        self.enqueue_if_leaf(upper, tier)
+
+    def put(self, node: Node, tier: int, pages: dict[int, bytes]) -> None:
+        """Give a node (or the rest of it, on host) its pages in a tier. The caller moves them to the tree."""
+        copy = node.copies[tier]
+        added = 0
+        for g in self.tree.closed:
+            added = len(pages[g]) // 4
+            copy.pages[g] = pages[g] if not copy.count else bytes(copy.pages[g]) + pages[g]
+        if not added:
+            return
+        if not copy.count and node.parent is not None:
+            node.parent.copies[tier].backed_children += 1
+        copy.count += added
+        if not copy.holds:
+            self.tree.tiers[tier].leaves.evictable += added
+            self.enqueue_if_leaf(node, tier)
+
+    def free_from(self, node: Node, tier: int, keep: int) -> None:
+        """Free the pages of `node` in a tier from its page `keep` on."""
+        tree, copy = self.tree, node.copies[tier]
+        n = copy.count - keep
+        if n <= 0:
+            return
+        if tree.announcing and tree.announced_group in tree.closed:
+            tell_removed(tree, node, tier, range(keep, copy.count))
+        for g in tree.closed:
+            pages = copy.pages[g]
+            tree.tiers[tier].pools[g].give(pages[4 * keep :], TREE)
+            copy.pages[g] = pages[: 4 * keep]
+            tree.count_evicted(node, tier, g, n)
+        self.shrunk(node, tier, keep)
+
+    def shrunk(self, node: Node, tier: int, keep: int) -> None:
+        """`node` has its first `keep` pages left in a tier."""
+        copy = node.copies[tier]
+        if not copy.holds:
+            self.tree.tiers[tier].leaves.evictable -= copy.count - keep
+        copy.count = keep
+        if not keep and node.parent is not None:
+            node.parent.copies[tier].backed_children -= 1
+            self.enqueue_if_leaf(node.parent, tier)
+
+    def rest(self, node: Node) -> None:
+        """A growing list of pages keeps room to grow; one that rests gives it back."""
+        for copy in node.copies:
+            for g in self.tree.closed:
+                copy.pages[g] = bytes(copy.pages[g])
+
+    def enqueue_if_leaf(self, node: Node, tier: int) -> None:
+        copy = node.copies[tier]
+        if copy.count and not copy.backed_children and not copy.holds:
+            self.tree.tiers[tier].leaves.add(node, copy)
+
+    @staticmethod
+    def has_any(copy: Copy) -> bool:
+        return copy.count > 0
+
+    def ids(self, copy: Copy, g: int) -> Ids:
+        return np.frombuffer(bytes(copy.pages[g]), np.int32)
+
+    def columns(self, node: Node, tier: int, g: int) -> Ids:
+        """Which pages of `node`, from its start, are in a tier."""
+        return np.arange(node.copies[tier].count, dtype=np.int32)
+
+    # ---- eviction
+
+    def evict(self, tier: int, need: int) -> None:
+        """Free `need` pages of a tier: whole leaves in the order of eviction, and the last one trimmed. The caller has
+        seen that there are that many (`LeafQueue.evictable`)."""
+        tree = self.tree
+        while need > 0:
+            node = tree.tiers[tier].leaves.next_leaf(tier)
+            if tier == DEVICE and tree.has_host and 0 < node.copies[HOST].count < node.n:
+                tree.split(node, node.copies[HOST].count)  # the part that is on the device alone goes first
+            copy = node.copies[tier]
+            take = min(need, copy.count)
+            need -= take
+            self._evict_tail(node, tier, copy.count - take)
+
+    def _evict_tail(self, node: Node, tier: int, keep: int) -> None:
+        """Take the pages from `keep` on out of a tier, and out of the tree where they are nowhere else."""
+        tree = self.tree
+        elsewhere = any(copy.count for other, copy in enumerate(node.copies) if other != tier)
+        if not elsewhere and not (node.copies[DEVICE].holds or (tier and node.children)):
+            tree.prune_below(node)
+            if not keep:
+                tree.prune(node)
+                return
+            tree.truncate(node, keep)
+        elif keep and not (tier and elsewhere):
+            upper = tree.split(node, keep)
+            self.free_from(node, tier, 0)
+            self.enqueue_if_leaf(upper, tier)
+            return
+        else:
+            tree.version += 1
+            self.free_from(node, tier, keep)
+        self.enqueue_if_leaf(node, tier)
