@@ -118,8 +118,8 @@ def test_m02_adopting_copies_nothing(layout):
 def test_m03_a_request_that_diverges_inside_a_page_gets_its_own_copy(layout):
     """Who diverges inside a page computes on in a copy of it; the shared page stays byte for byte what it was.
 
-    Mutation: `Checkpoints.opening` (copies before the batch) leaves out the copy of `lease.source`; or its target is the
-    source itself.
+    Mutation: `Checkpoints.opening` (copies before the batch) leaves out the copy of `lease.source`; or its target is
+    the source itself.
     """
     engine = engine_of(*SHARED[layout]())
     prompt = toks(1, 16)
