@@ -503,6 +503,10 @@ def ids(*pages: int) -> np.ndarray:
     return np.array(pages, np.int32)
 
 
+def allocated(pool: PagePool, n: int, owner: int) -> np.ndarray:
+    return np.frombuffer(pool.allocate(n, owner), np.int32)
+
+
 @pytest.mark.parametrize("pages", [1, 7, 100])
 def test_pool_never_gives_out_page_0(pages):
     """All pages from 1 to the capacity are given out, each once, and page 0 never.
@@ -510,12 +514,12 @@ def test_pool_never_gives_out_page_0(pages):
     Mutation: the free list of `PagePool` begins at 0.
     """
     pool = pool_of(pages)
-    first = pool.allocate(pages // 2, LEASE)
-    rest = pool.allocate(pages - pages // 2, TREE)
+    first = allocated(pool, pages // 2, LEASE)
+    rest = allocated(pool, pages - pages // 2, TREE)
     assert sorted([*first.tolist(), *rest.tolist()]) == list(range(1, pages + 1))
-    assert pool.free == 0 and len(pool.allocate(0, LEASE)) == 0
-    pool.release(rest, TREE)
-    assert sorted(pool.allocate(len(rest), LEASE).tolist()) == sorted(rest.tolist())
+    assert pool.free == 0 and len(allocated(pool, 0, LEASE)) == 0
+    pool.release(rest.tobytes(), TREE)
+    assert sorted(allocated(pool, len(rest), LEASE).tolist()) == sorted(rest.tolist())
 
 
 def test_pool_over_allocation():
@@ -524,11 +528,11 @@ def test_pool_over_allocation():
     Mutation: `allocate` does not look at how many are free.
     """
     pool = pool_of(8)
-    pool.allocate(3, LEASE)
-    pool_refuses(pool, "full on device: 6 pages asked for, 5 of 8 are free", lambda: pool.allocate(6, LEASE))
-    pool_refuses(pool, "-1 pages asked for", lambda: pool.allocate(-1, LEASE))
-    assert len(pool.allocate(5, TREE)) == 5
-    pool_refuses(pool, "1 pages asked for, 0 of 8 are free", lambda: pool.allocate(1, LEASE))
+    allocated(pool, 3, LEASE)
+    pool_refuses(pool, "full on device: 6 pages asked for, 5 of 8 are free", lambda: allocated(pool, 6, LEASE))
+    pool_refuses(pool, "-1 pages asked for", lambda: allocated(pool, -1, LEASE))
+    assert len(allocated(pool, 5, TREE)) == 5
+    pool_refuses(pool, "1 pages asked for, 0 of 8 are free", lambda: allocated(pool, 1, LEASE))
 
 
 @pytest.mark.parametrize("many", [1, 2, 40])
@@ -538,12 +542,16 @@ def test_pool_double_release(many):
     Mutation: `release` does not look at the owner.
     """
     pool = pool_of(100)
-    mine, theirs = pool.allocate(many, LEASE), pool.allocate(many, TREE)
-    pool.release(mine, LEASE)
-    pool_refuses(pool, f"page {mine[0]} belongs to free, not to a lease", lambda: pool.release(mine, LEASE))
-    mixed = np.concatenate([pool.allocate(1, LEASE), theirs])
-    pool_refuses(pool, f"page {theirs[0]} belongs to the tree, not to a lease", lambda: pool.release(mixed, LEASE))
-    pool_refuses(pool, f"page {theirs[0]} belongs to the tree, not to a lease", lambda: pool.move(mixed, LEASE, TREE))
+    mine, theirs = allocated(pool, many, LEASE), allocated(pool, many, TREE)
+    pool.release(mine.tobytes(), LEASE)
+    pool_refuses(pool, f"page {mine[0]} belongs to free, not to a lease", lambda: pool.release(mine.tobytes(), LEASE))
+    mixed = np.concatenate([allocated(pool, 1, LEASE), theirs])
+    pool_refuses(
+        pool, f"page {theirs[0]} belongs to the tree, not to a lease", lambda: pool.release(mixed.tobytes(), LEASE)
+    )
+    pool_refuses(
+        pool, f"page {theirs[0]} belongs to the tree, not to a lease", lambda: pool.move(mixed.tobytes(), LEASE, TREE)
+    )
 
 
 @pytest.mark.parametrize("page", [0, -1, 9, 2**31 - 1])
@@ -554,11 +562,11 @@ def test_pool_unknown_page(page, others):
     Mutation: `_owned` takes negative ids for places from the end (numpy does).
     """
     pool = pool_of(8)
-    mine = pool.allocate(8, LEASE)
+    mine = allocated(pool, 8, LEASE)
     wrong = np.concatenate([mine[:others], ids(page)])
     message = rf"full on device: unknown page {page} \(pages are 1 to 8\)"
-    pool_refuses(pool, message, lambda: pool.release(wrong, LEASE))
-    pool_refuses(pool, message, lambda: pool.move(wrong, LEASE, TREE))
+    pool_refuses(pool, message, lambda: pool.release(wrong.tobytes(), LEASE))
+    pool_refuses(pool, message, lambda: pool.move(wrong.tobytes(), LEASE, TREE))
 
 
 @pytest.mark.parametrize("many", [2, 32, 33, 60])
@@ -568,23 +576,25 @@ def test_pool_the_same_page_twice(many):
     Mutation: `release` does not look whether its pages are different (one would be free twice).
     """
     pool = pool_of(64)
-    mine = pool.allocate(many - 1, LEASE)
+    mine = allocated(pool, many - 1, LEASE)
     for at in {0, many // 2, many - 1}:
         twice = np.insert(mine, at, mine[-1])
-        pool_refuses(pool, "the same page is named twice in one call", lambda twice=twice: pool.release(twice, LEASE))
-    pool.release(mine, LEASE)
+        pool_refuses(
+            pool, "the same page is named twice in one call", lambda twice=twice: pool.release(twice.tobytes(), LEASE)
+        )
+    pool.release(mine.tobytes(), LEASE)
     assert pool.free == 64
 
 
 def test_pool_a_reader_that_is_not_there():
     """A reader that never came cannot leave.
 
-    Mutation: `unread` lets the count fall below zero.
+    Mutation: `unread_unhooked` lets the count fall below zero.
     """
     pool = pool_of(8, by_page=True)
-    mine = pool.allocate(3, LEASE)
-    pool.read(mine[:2])
-    pool_refuses(pool, f"page {mine[2]} has no reader to leave", lambda: pool.unread(mine))
+    mine = allocated(pool, 3, LEASE)
+    pool.read_unhooked(mine[:2].tobytes())
+    pool_refuses(pool, f"page {mine[2]} has no reader to leave", lambda: pool.unread_unhooked(mine.tobytes()))
 
 
 def test_pool_knows_its_bytes():
@@ -594,9 +604,9 @@ def test_pool_knows_its_bytes():
     """
     pool = pool_of(8, page_bytes=1000)
     assert pool.used_bytes == 0
-    mine = pool.allocate(3, LEASE)
+    mine = allocated(pool, 3, LEASE)
     assert pool.used_bytes == 3000
-    pool.move(mine[:2], LEASE, TREE)
+    pool.move(mine[:2].tobytes(), LEASE, TREE)
     assert pool.used_bytes == 3000
-    pool.release(mine[2:], LEASE)
+    pool.release(mine[2:].tobytes(), LEASE)
     assert pool.used_bytes == 2000 and pool.counts[FREE] == 6

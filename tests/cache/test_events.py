@@ -239,7 +239,7 @@ def test_e01_stored_in_order_though_the_path_was_cut_meanwhile():
 def test_e01_generated_pages_are_announced_as_they_fill():
     """Pages that fill while decoding, one step ahead, are announced one by one, each below the one before.
 
-    Mutation: `Publisher.publish_rows` announces nothing (`tell_page` in `_any_rows`).
+    Mutation: `Publisher.publish_rows` announces nothing (its `tell_page`).
     """
     engine, router = telling(full(32)), Router()
     request = engine.submit("request", toks(1, 6), max_tokens=12)
@@ -380,7 +380,7 @@ def test_e01_a_flush_is_one_event():
 def test_e01_without_events_nothing_is_kept():
     """An engine that was not asked for events has none.
 
-    Mutation: `PendingTransfers.announce` does not ask whether anybody listens.
+    Mutation: `PendingTransfers._announce` does not ask whether anybody listens.
     """
     engine = engine_of(full(24, 24), save="through")
     engine.run("request", toks(1, 17))

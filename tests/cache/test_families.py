@@ -242,7 +242,7 @@ def test_f04_pages_kept_for_rows_that_run_are_kept_from_one_that_adopts_much():
     """Two rows run and two window pages are to be left for them, but none is free. A prompt whose window is there far
     beyond its first chunk takes no new page, and yet what it would read could be evicted for nobody any more: no.
 
-    Mutation: `Admission._admit_resident` counts the pages it adopts beyond the chunk against those it must leave.
+    Mutation: `Admission._ahead` counts the pages it adopts beyond the chunk against those it must leave.
     """
     engine = Engine(4, full(64), window(32, 12), state(4))
     prompt = toks(1, 40)
@@ -270,7 +270,7 @@ register_family("start", Start)
 def test_f01_a_family_that_reads_far_back_and_nothing_near_is_given_just_that():
     """What lies between what it reads and where it begins is not read, and can be evicted for others.
 
-    Mutation: `Admission._admit_resident` takes one span for a window that reaches to the boundary.
+    Mutation: `Admission.wish` takes one span for a window that reaches to the boundary.
     """
     engine = Engine(4, full(64), CacheGroup("start", "start", 16))
     prompt = toks(1, 41)
@@ -348,7 +348,7 @@ def parent_and_child(engine: Engine) -> tuple[list[int], list[int], int, int]:
 def test_f06_an_acknowledgement_shows_only_what_was_written(groups):
     """When the save of a longer path lands first, host has its page and nothing of what stands above it.
 
-    Mutation: `Saves._land_closed` does not split where the run before is not there yet (`copy.count < first`).
+    Mutation: `ClosedPages.land` does not split where the run before is not there yet (`count < first`).
     """
     engine = engine_of(*groups, events=True)
     _, longer, upper, lower = parent_and_child(engine)
@@ -924,7 +924,7 @@ def test_f14_a_save_that_one_group_has_no_room_for_is_not_begun():
 def test_f15_a_snapshot_about_to_be_copied_is_not_given_away():
     """From its admission until the step with the copy is done, the snapshot a request starts from cannot be evicted.
 
-    Mutation: `Checkpoints.opening` hands the snapshot to no holder; or `Admission._open` does not count the lease a
+    Mutation: `Checkpoints.opening` hands the snapshot to no holder; or `Admission._read` does not count the lease a
     reader.
     """
     engine = engine_of(full(64), state(3))

@@ -277,7 +277,7 @@ def test_nobody_waits_for_a_snapshot_that_will_not_come() -> None:
 def test_a_thousand_makers_cost_a_match_little() -> None:
     """Looking for a promised snapshot does not look at every running request.
 
-    Mutation: `Admission._open` registers a maker under another page than its cut's last one.
+    Mutation: `Admission._will_snapshot` registers a maker under another page than its cut's last one.
     """
     cache = HybridPrefixCache(4, [full(4000), state(500)])
     head = toks(1, 64)

@@ -37,12 +37,12 @@ def test_f01_readers_are_counted_as_a_dict_would(seed):
     """Whatever reads and leaves, the counts are exact: a slot that nobody reads is idle, and a page of an evicted
     namespace is free when its last reader leaves.
 
-    Mutation: `unread_one` forgets `idle`, or `unread` frees pages that somebody still reads.
+    Mutation: `unread` forgets `idle`, or `unread_unhooked` frees pages that somebody still reads.
     """
     rng = random.Random(seed)
     pool, model = PagePool("state", 60, by_page=True), Model(60)
-    mine = pages_of(pool.take(50, LEASE))
-    pool.hand(ids_of(mine), LEASE, TREE)
+    mine = pages_of(pool.allocate(50, LEASE))
+    pool.move(ids_of(mine), LEASE, TREE)
     pool.idle += len(mine)
     model.owner.update(dict.fromkeys(mine, TREE))
     freed = 0
@@ -53,44 +53,44 @@ def test_f01_readers_are_counted_as_a_dict_would(seed):
         detached_roots = kind == UNHOOKED
         if rng.random() < (0.7 if turn % 200 < 100 else 0.3):
             if detached_roots:
-                pool.read(np.array(pages, np.int32))
+                pool.read_unhooked(ids_of(pages))
             for page in pages:
                 if not detached_roots:
-                    pool.read_one(page)
+                    pool.read(page)
                 model.reads[page] += 1
         else:
             pages = [page for page in pages if model.reads[page]]
             if detached_roots:
-                pool.unread(np.array(pages, np.int32))
+                pool.unread_unhooked(ids_of(pages))
             for page in pages:
                 model.reads[page] -= 1
                 idle = model.owner[page] == TREE and not model.reads[page]
-                assert detached_roots or pool.unread_one(page) == idle
+                assert detached_roots or pool.unread(page) == idle
                 if model.owner[page] == UNHOOKED and not model.reads[page]:
                     model.owner[page] = FREE
                     freed += 1
         if turn % 100 == 50:
             read = [page for page, owner in model.owner.items() if owner == TREE and model.reads[page]][:6]
-            pool.hand(ids_of(read), TREE, UNHOOKED)
+            pool.move(ids_of(read), TREE, UNHOOKED)
             model.owner.update(dict.fromkeys(read, UNHOOKED))
         model.agrees(pool)
     assert freed and TREE in model.owner.values(), "some lost their last reader, and not all were evicted"
 
 
 def test_l05_an_unhooked_page_goes_with_its_last_reader():
-    """Mutation: `unread` frees pages that somebody still reads, or lets a count fall below zero."""
+    """Mutation: `unread_unhooked` frees pages that somebody still reads, or lets a count fall below zero."""
     pool = PagePool("window", 40, by_page=True)
-    raw = pool.take(9, LEASE)
-    pool.hand(raw, LEASE, UNHOOKED)
-    ids = np.frombuffer(raw, np.int32)
-    pool.read_one(1)
+    raw = pool.allocate(9, LEASE)
+    pool.move(raw, LEASE, UNHOOKED)
+    ids = raw
+    pool.read(1)
     for _ in range(300):
-        pool.read(ids)
+        pool.read_unhooked(ids)
     for _ in range(299):
-        pool.unread(ids)
+        pool.unread_unhooked(ids)
     assert pool.counts[UNHOOKED] == 9
-    pool.unread(ids)
+    pool.unread_unhooked(ids)
     assert pool.counts[UNHOOKED] == 1
-    assert not pool.unread_one(1) and pool.free == 40
+    assert not pool.unread(1) and pool.free == 40
     with pytest.raises(PoolError, match="has no reader to leave"):
-        pool.unread(ids)
+        pool.unread_unhooked(ids)

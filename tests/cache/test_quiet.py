@@ -72,7 +72,7 @@ def test_f10_what_others_read_quietly_is_not_counted_twice():
 
 
 def test_f10_asking_for_a_snapshot_slot_counts_no_window():
-    """Mutation: `Room.available` counts whatever the group."""
+    """Mutation: `Room.available` or `Room.make` counts whatever the group."""
     engine = Engine(4, full(40), window(8, 20), state(3))
     engine.run("first", toks(1, 9))
     engine.submit("one", toks(2, 9), max_tokens=12)
@@ -112,7 +112,7 @@ def test_f10_reading_quietly_is_using():
     """A prefix at which requests begin again and again is used, also while a long request holds it from below: those
     that nobody asks for go first.
 
-    Mutation: `_admit_resident` does not call `use`.
+    Mutation: `Admission._read` does not call `use`.
     """
     engine = Engine(4, full(400), window(8, 40))
     prefix = toks(1, 16)

@@ -30,12 +30,12 @@ class Wood:
         edge = np.full(2 * n, branch, np.int32).tobytes()
         node = self.tree.attach(parent, edge, n)
         pool = self.tree.device.pools[0]
-        raw = pool.take(n, LEASE)
-        pool.hand(raw, LEASE, TREE)
+        raw = pool.allocate(n, LEASE)
+        pool.move(raw, LEASE, TREE)
         pages = bytearray(raw)
         for hole in range(n):
             if self.rng.random() < 0.2:
-                pool.give(bytes(pages[4 * hole : 4 * hole + 4]), TREE)
+                pool.release(bytes(pages[4 * hole : 4 * hole + 4]), TREE)
                 pages[4 * hole : 4 * hole + 4] = bytes(4)
         node.copies[DEVICE].pages[0] = pages
         pool.idle += len(_present(node))

@@ -323,7 +323,7 @@ def test_p08_pages_published_while_running_carry_their_hashes(namespace, pace):
     """Each page published by a running request is announced under the hash of its whole prefix, and the hashes of a
     prompt that extends it go on from there.
 
-    Mutation: `Publisher._any_rows` (pages of decoding rows) announces nothing; or `ensure_hashes` begins a node's
+    Mutation: `Publisher.publish_rows` (pages of decoding rows) announces nothing; or `ensure_hashes` begins a node's
     chain without its parent's last digest.
     """
     engine = engine_of(*ALL["full"](), events=True)
@@ -353,7 +353,7 @@ def test_p08_pages_published_while_running_carry_their_hashes(namespace, pace):
 def test_p08_hashes_are_kept_for_a_store_without_events():
     """With `hashes` and without events, every real page of a running request has its hash when it is offered to save.
 
-    Mutation: `Publisher.became_real` and `_any_rows` hash only when events are announced.
+    Mutation: `Publisher.became_real` and `publish_rows` hash only when events are announced.
     """
     engine = engine_of(full(24, 24), hashes=True)
     ann = engine.submit("ann", toks(1, 10), 20)

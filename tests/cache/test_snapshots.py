@@ -6,6 +6,7 @@ import pytest
 
 from sapwood.cache import CacheGroup
 from sapwood.cache.group import DEVICE, HOST
+from sapwood.cache.page_ids import first_of
 from sapwood.cache.pool import FLIGHT
 from sapwood.cache.tree import Tree
 
@@ -101,12 +102,12 @@ def test_f03_snapshots_of_a_node_go_in_the_order_of_their_use():
     node = tree.attach(tree.root_of(BASE).top, bytes(8 * 4 * PAGE), 8)
     for depth in (2, 5, 4, 7):
         tree.now += 1
-        assert tree.snapshots.put(node, DEVICE, 1, depth, tree.device.pools[1].allocate_one(FLIGHT))
+        assert tree.snapshots.put(node, DEVICE, 1, depth, first_of(tree.device.pools[1].allocate(1, FLIGHT)))
     assert list(node.copies[DEVICE].pages[1]) == [2, 4, 5, 7]
     tree.now += 1
     tree.snapshots.use(node.copies[DEVICE], 2)
     tree.pin(node, DEVICE)
-    tree.device.pools[1].read_one(node.copies[DEVICE].pages[1][5])
+    tree.device.pools[1].read(node.copies[DEVICE].pages[1][5])
     gone = []
     for _ in range(3):
         before = set(node.copies[DEVICE].pages[1])
@@ -126,7 +127,7 @@ def _depths(node) -> set[int]:
 def test_m03_all_snapshots_of_a_node_come_back_from_host(mix):
     """Everything was saved, and the device is emptied: each boundary that had a snapshot is served by loading.
 
-    Mutation: `_to_save` saves the snapshot at the end of a node alone; `land_slot` puts it at the node's end.
+    Mutation: `_to_save` saves the snapshot at the end of a node alone; `Snapshots.land` puts it at the node's end.
     """
     engine = engine_of(*MIXES[mix](), save="through", every=1, save_pages=64)
     texts = chat(engine, 3)

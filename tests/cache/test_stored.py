@@ -138,7 +138,7 @@ def test_what_host_has_already_is_not_taken_twice(layout):
     """The same pages are fetched twice, computed meanwhile, and saved before the second fetch or after it: each page is
     kept once.
 
-    Mutation: `Saves._land_closed` puts pages where there are some.
+    Mutation: `ClosedPages.land` puts pages where there are some.
     """
     engine = stocked(layout)
     one, two = asks(engine, PROMPT, 0, 6), asks(engine, PROMPT, 0, 6)

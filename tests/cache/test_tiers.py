@@ -203,7 +203,7 @@ def test_t16_a_late_save_lands_under_its_own_hashes_and_namespace(layout, ns, me
     """A save acknowledged after its request ended, or after its node was split or extended, is on host under its own
     tokens, hashes and namespace: what comes back from there is what was written.
 
-    Mutation: `Saves._land_closed` takes pages by their place in the node and not in the transfer; or `Tree.split`
+    Mutation: `ClosedPages.land` takes pages by their place in the node and not in the transfer; or `Tree.split`
     does not split the host copy.
     """
     engine = engine_of(*LAYOUTS[layout](), events=True)
@@ -312,7 +312,7 @@ def test_t16_a_failed_save_frees_and_shows_nothing_and_can_be_tried_again(layout
 def test_t16_acknowledgements_in_any_order_lead_to_the_same_host(layout):
     """Saves of a prompt, of its next turn and of a branch are acknowledged in every order: host ends with all of it.
 
-    Mutation: `Saves._land_closed` puts pages behind a gap without splitting the node there.
+    Mutation: `ClosedPages.land` puts pages behind a gap without splitting the node there.
     """
     ends = []
     turns = [toks(1, 9), toks(1, 9) + toks(2, 8), toks(1, 9)[:4] + toks(3, 5)]

@@ -89,7 +89,7 @@ def test_t04_the_tree_changes_before_fetched_pages_land(uri, layout, meanwhile, 
     forgotten. Every page lands under its own tokens or is dropped, and a later request is served all six.
 
     Mutation: `StoreFetches._landable` does not look at what is above, or whether the root is hooked; or
-    `StoreFetches._above` does not look at what is there; or `Saves._land_closed` keeps what host has already.
+    `StoreFetches._above` does not look at what is there; or `ClosedPages.land` keeps what host has already.
     """
     stock(layout, uri)
     machine = Machine(layout, uri, pages=12, host=14, **PATIENT)

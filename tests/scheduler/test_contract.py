@@ -709,7 +709,7 @@ def test_stats_of_the_scheduler():
 def test_windows_that_are_too_small_to_share_still_serve():
     """A window group with the fewest pages allowed runs a prompt of any length, chunk by chunk.
 
-    Mutation: `Planner._admit` asks for all tokens at once when nobody runs (`least` 0 in `_FIRST`).
+    Mutation: `Planner._admit` asks for all tokens at once when nobody runs (`least` 0 in `_FIRST_RESERVE`).
     """
     run = Run(window(40, 5), budget=512)
     run.submit("ann", toks(1, 700), 40)

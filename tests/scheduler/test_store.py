@@ -306,7 +306,7 @@ def test_t05_pages_under_a_backup_stay_on_host(layout):
     for n in range(6):
         shop.serve(f"crowd{n}", toks(50 + n, 9 * PAGE + 1), reads_cache=False, but=("backup",))
     for name, pages in operation.pages.items():
-        owners = shop.cache._tree.pools[1][shop.cache._index[name]].owner
+        owners = shop.cache._tree.tiers[1].pools[shop.cache._index[name]].owner
         assert all(owners[page] == 2 for page in pages.tolist() if page), "it was given to somebody else"
     shop.land()
     assert all(shop.depot.there(name, operation.hashes)[operation.pages[name] != 0].all() for name in operation.pages)

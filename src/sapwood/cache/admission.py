@@ -12,11 +12,11 @@ from .group import DEVICE, HOST
 from .lease import Lease, Match, Sibling, hold
 from .load import Loads
 from .node import Node
+from .page_ids import HOLE, Ids, first_of, one, page_at
 from .path import Path
-from .pool import FLIGHT, LEASE, UNHOOKED, Ids
+from .pool import FLIGHT, LEASE, UNHOOKED
 from .readers import count_all, idle_in, use
 from .room import Room
-from .runs import HOLE
 from .transfer import Operation, Transfer
 from .tree import Tree
 
@@ -45,7 +45,6 @@ class Reserve(NamedTuple):
 
 NOTHING_KEPT = Reserve()
 _NO_SLOTS: dict[int, int] = {}
-_Window = tuple[int, int, int, bytes]  # a group, the columns [low, end) it reads, and the pages there
 
 
 class Admission:
@@ -86,7 +85,7 @@ class Admission:
                 else:
                     self._load_one(g, boundary - 1, node.copies[HOST].pages[g][boundary], load, joined)
         columns = 0 if load or joined else -(-upto // tree.page_size)
-        need = {g: max(0, columns - depth) for g in tree.closed}
+        need = dict.fromkeys(tree.closed, columns - depth if columns > depth else 0)
         for g in tree.sliding:
             if columns and depth > boundary and (tree.families[g].reads_promised or not tree.promises):
                 more = path.device_run(g, boundary, depth)
@@ -179,10 +178,6 @@ class Admission:
     def admit(self, match: Match, upto: int, keep: Reserve) -> tuple[Lease, Operation | None] | None:
         """A lease on everything `match` promised, with private pages up to token `upto`; or None, nothing changed."""
         tree, room = self.tree, self.room
-        if match.sibling is None:
-            lease = self._admit_resident(match, upto, keep)
-            if lease is not None:
-                return lease, None
         wish = self.wish(match, upto)
         need = wish.need if keep is NOTHING_KEPT else self._ahead(wish, upto, keep)
         sibling = match.sibling
@@ -196,112 +191,28 @@ class Admission:
                 extra = self._sibling_cost(sibling)
                 if not room.can_make(DEVICE, need, {g: n + extra[g] for g, n in less.items()}):
                     sibling = None
-        lease = self._open(match, wish)
+        lease, nodes = self._anchored(match, wish.depth)
+        self._read(lease, match, wish)
         if sibling is not None:
             self._hold_sibling(lease, sibling)
-        if not fits:  # everything it reads is held: what is evicted now is somebody else's
+        if not fits:  # everything it reads is held: what is evicted now is not its own
             room.make(DEVICE, wish.need)
-        operation = None
-        if wish.load or wish.joined:
-            columns = [c for c, _ in wish.load.values()]
-            first = min((int(c.min()) for c in columns), default=0)
-            last = max((int(c.max()) + 1 for c in columns), default=0)
-            operation = self.loads.begin_load(lease, lease.node, first, last, wish.load, wish.joined)
+        pools, operation = tree.device.pools, None
         for g in tree.slots:
-            slot = lease.working[g] = tree.device.pools[g].allocate_one(LEASE)
-            lease.tables[g] = bytearray(slot.to_bytes(4, "little"))
-        if not lease.waits:
-            self.extend(lease, {g: wish.need[g] for g in tree.paged if wish.need[g]})
-        return lease, operation
-
-    def _admit_resident(self, match: Match, upto: int, keep: Reserve) -> Lease | None:
-        """`admit`, if everything it reads is on the device and free pages are enough, as mostly; slots may have to be
-        evicted. None if it is not so; then nothing has changed."""
-        tree, path = self.tree, match.path
-        boundary, depth, pools = match.boundary, match.depth, tree.device.pools
-        if path.tier and tree.closed:
-            depth = path.device_closed(path.depth)
-            if depth < boundary:
-                return None
-        columns = -(-upto // tree.page_size)
-        need = columns - depth if columns > depth else 0
-        most = need + keep.pages
-        if keep.tokens:
-            most += max(0, -(-keep.tokens // tree.page_size) - max(columns, depth))
-        for g in tree.closed:
-            if most > pools[g].free:
-                return None
-        windows = self._windows_here(match, depth, columns, keep) if tree.sliding else ()
-        if windows is None or (tree.slots and not self._slots_here(path, boundary)):
-            return None
-        lease, nodes = self._anchored(match, depth)
+            slot = lease.working[g] = first_of(pools[g].allocate(1, LEASE))
+            lease.tables[g] = bytearray(one(slot))
+        if wish.load or wish.joined:
+            lease.wanted = wish.spans
+            operation = self.loads.begin_load(lease, wish.load, wish.joined)
+            return lease, operation
         for g in tree.closed:
             parts = [node.copies[DEVICE].pages[g] for node in nodes]
-            if need:
-                parts.append(pools[g].take(need, LEASE))
+            parts.append(pools[g].allocate(wish.need[g], LEASE))
             lease.tables[g] = bytearray().join(parts)
-            lease.upto[g] = depth
-        for g, low, end, raw in windows:
-            more = pools[g].take(columns - end, LEASE) if columns > end else b""
-            lease.tables[g] = bytearray().join((bytes(4 * low), raw, more))
-            lease.low[g], lease.upto[g] = low, end
-            if low < end:
-                use(tree, lease.node, low)
-        if tree.slots:
-            self._take_slots(lease, boundary)
-        if tree.promises:
-            note_promises(tree, lease)
-        if match.cuts:
-            self._will_snapshot(lease, match)
-        return lease
-
-    def _windows_here(self, match: Match, depth: int, columns: int, keep: Reserve) -> list[_Window] | None:
-        """Of groups that are not closed: what a lease reads, if that is one run of pages of the device and there are
-        free pages for the rest."""
-        tree, boundary = self.tree, match.boundary
-        windows = []
+            lease.upto[g] = wish.depth
         for g in tree.sliding:
-            family = tree.families[g]
-            spans = family.columns(boundary, match.length)
-            if len(spans) > 1 or (spans and spans[0][1] != boundary):
-                return None
-            low = spans[0][0] if spans else boundary
-            end = depth if depth > boundary and (family.reads_promised or not tree.promises) else boundary
-            raw = match.path.device_raw(g, low, end)
-            if raw is None or max(0, columns - end) + keep.rows > tree.device.pools[g].free:
-                return None
-            windows.append((g, low, end, raw))
-        return windows
-
-    def _slots_here(self, path: Path, boundary: int) -> bool:
-        """Whether the device has the snapshots at `boundary`, and a working slot free, or one that can go."""
-        tree = self.tree
-        place = path.holding(boundary).copies[DEVICE] if boundary else None
-        for g in tree.slots:
-            pool, start_snapshot = tree.device.pools[g], 0
-            if place is not None:
-                start_snapshot = (place.pages[g] or _NO_SLOTS).get(boundary, 0)
-                if not start_snapshot:
-                    return False
-            if not pool.free and pool.idle <= (start_snapshot > 0 and not pool.readers[start_snapshot]):
-                return False
-        return True
-
-    def _take_slots(self, lease: Lease, boundary: int) -> None:
-        """The lease reads the snapshots at `boundary` and gets its working slots: they are there."""
-        tree, pools = self.tree, self.tree.device.pools
-        if boundary:
-            lease.seed_depth = boundary
-            place = tree.node_at(lease.node, boundary).copies[DEVICE]
-            tree.snapshots.use(place, boundary)
-            for g in tree.slots:
-                slot = lease.start_snapshot[g] = place.pages[g][boundary]
-                pools[g].read_one(slot)
-        for g in tree.slots:
-            if not pools[g].free:  # all that it reads is held: who goes now is somebody else's
-                tree.device.queues[g].evict(1)
-            slot = lease.working[g] = pools[g].allocate_one(LEASE)
-            lease.tables[g] += slot.to_bytes(4, "little")
+            lease.tables[g] += pools[g].allocate(wish.need[g], LEASE)
+        return lease, operation
 
     def _will_snapshot(self, lease: Lease, match: Match) -> None:
         """Let others know at which page ends this request will leave a snapshot."""
@@ -352,29 +263,26 @@ class Admission:
         first = min([upto - start, *(cut * tree.page_size for cut in match.cuts)])
         return self.admit(match, max(1, first), keep)
 
-    def _open(self, match: Match, wish: Demand) -> Lease:
-        """Pin the path and read the pages the lease needs of it."""
+    def _read(self, lease: Lease, match: Match, wish: Demand) -> None:
+        """The lease becomes a reader of what it needs of its path beside closed pages."""
         tree = self.tree
-        lease, nodes = self._anchored(match, wish.depth)
-        if wish.load or wish.joined:
-            lease.wanted = wish.spans
-        else:
-            for g in tree.closed:
-                lease.tables[g] = bytearray().join([at.copies[DEVICE].pages[g] for at in nodes])
-                lease.upto[g] = wish.depth
-        if tree.slots and match.boundary:
+        if wish.seeds:
+            tree.snapshots.use(tree.node_at(lease.node, match.boundary).copies[DEVICE], match.boundary)
+        if tree.slots:
             lease.seed_depth = match.boundary
-            if wish.seeds:
-                tree.snapshots.use(tree.node_at(lease.node, match.boundary).copies[DEVICE], match.boundary)
             for g, slot in wish.seeds.items():
-                tree.device.pools[g].read_one(slot)
+                tree.device.pools[g].read(slot)
                 lease.start_snapshot[g] = slot
         for g in tree.sliding:
-            self._read_loose(lease, g, wish)
+            spans = wish.spans[g]
+            table = lease.tables[g] = wish.tables[g]
+            upto = lease.upto[g] = len(table) // 4
+            lease.low[g] = spans[0][0] if spans else upto
+            if spans:
+                use(tree, lease.node, lease.low[g])
         note_promises(tree, lease)
         if match.cuts:
             self._will_snapshot(lease, match)
-        return lease
 
     def _anchored(self, match: Match, depth: int) -> tuple[Lease, list[Node]]:
         """A lease that holds the path down to `depth`, and the nodes of that path."""
@@ -406,14 +314,6 @@ class Admission:
         lease.start = start if start < match.length else match.length - 1
         return lease, nodes
 
-    def _read_loose(self, lease: Lease, g: int, wish: Demand) -> None:
-        spans, table = wish.spans[g], wish.tables[g]
-        lease.tables[g] = table
-        lease.upto[g] = len(table) // 4
-        lease.low[g] = spans[0][0] if spans else lease.upto[g]
-        if spans:
-            use(self.tree, lease.node, lease.low[g])
-
     def seat(self, lease: Lease) -> None:
         """All pages of the path are on the device: the lease's tables follow it."""
         tree = self.tree
@@ -431,13 +331,13 @@ class Admission:
         """Give the lease so many more private pages of each group. The room is there."""
         pools = self.tree.device.pools
         for g, n in need.items():
-            lease.tables[g] += pools[g].take(n, LEASE)
+            lease.tables[g] += pools[g].allocate(n, LEASE)
 
     def extend_rows(self, leases: Sequence[Lease]) -> dict[str, bytes]:
         """Give each of these leases one more page of every group; by group, the ids. The room is there."""
         tree, grown = self.tree, {}
         for g in tree.paged:
-            raw = grown[tree.groups[g].name] = tree.device.pools[g].take(len(leases), LEASE)
+            raw = grown[tree.groups[g].name] = tree.device.pools[g].allocate(len(leases), LEASE)
             for at, lease in zip(range(0, len(raw), 4), leases, strict=True):
                 lease.tables[g] += raw[at : at + 4]
         return grown
@@ -463,7 +363,7 @@ class Admission:
         tree = self.tree
         # The anchor's own split may have cut the sibling's node; its lower half kept the identity.
         ((node, at, _),) = tree.cover(sibling.node, sibling.column, sibling.column + 1)
-        pages = {(DEVICE, g): bytes(node.copies[DEVICE].pages[g][4 * at : 4 * at + 4]) for g in tree.paged}
+        pages = {(DEVICE, g): one(page_at(node.copies[DEVICE].pages[g], at)) for g in tree.paged}
         where = (sibling.column, sibling.column + 1)
         spans = {(DEVICE, g): [where] for g in tree.sliding}
         lease.source = hold(tree, sibling.node, (DEVICE,), where, pages, spans)

@@ -11,7 +11,7 @@ from .events import MEDIUM, BlockRemoved, BlockStored
 from .group import DEVICE
 from .hashes import ensure_hashes
 from .node import Node
-from .pool import Ids
+from .page_ids import Ids
 
 if TYPE_CHECKING:
     from .tree import Cover, Tree

@@ -13,12 +13,12 @@ from .host_pins import HostPins
 from .lease import Lease, PinHolder
 from .load import Loads
 from .node import Node, Root
-from .pool import FLIGHT, FREE, LEASE, TREE, UNHOOKED, Ids
-from .runs import Ranges
+from .page_ids import Ids, Ranges, as_ids
+from .pool import FLIGHT, FREE, LEASE, TREE, UNHOOKED
 from .steps import StepCommits
 from .stored import StoreFetches
 from .transfer import Transfer
-from .tree import Tree, as_ids
+from .tree import Tree
 
 _HASHED_PAGES = 3000  # verify the hashes of trees up to this size
 
@@ -174,7 +174,7 @@ class _Check:
         for g, slot in lease.start_snapshot.items():
             self.readers[DEVICE][g][slot] += 1
         for g in tree.paged:
-            self._own(DEVICE, g, lease.private(g), owner, name)
+            self._own(DEVICE, g, as_ids(lease.private(g)), owner, name)
             columns, ids = lease.adopted(g)
             if lease.detached:
                 np.add.at(self.readers[DEVICE][g], ids, 1)
@@ -286,7 +286,7 @@ class _Check:
     def _flights(self) -> None:
         for flight in self.steps.flights.values():
             for g, ids in flight.freed:
-                self._own(DEVICE, g, ids, FLIGHT, f"step {flight.step}")
+                self._own(DEVICE, g, as_ids(ids), FLIGHT, f"step {flight.step}")
             for snapshot in flight.snapshots:
                 for g, slot in snapshot.slots.items():
                     self._own(DEVICE, g, np.array([slot], np.int32), FLIGHT, f"checkpoint of step {flight.step}")

@@ -10,6 +10,7 @@ from .flight import Snapshot, StepInFlight
 from .follow import Follower
 from .group import DEVICE
 from .lease import Lease, PageCopy
+from .page_ids import first_of, one
 from .pool import FLIGHT, LEASE
 from .publish import Publisher
 from .room import Room
@@ -68,7 +69,7 @@ class Checkpoints:
             return []
         slots, copies = {}, []
         for g in tree.slots:
-            slot = slots[g] = tree.device.pools[g].allocate_one(FLIGHT)
+            slot = slots[g] = first_of(tree.device.pools[g].allocate(1, FLIGHT))
             copies.append(_new(PageCopy, (tree.groups[g].name, lease.working[g], slot, tree.page_size, "after")))
         flight.snapshots.append(_new(Snapshot, (lease, page, slots, rolling)))
         self.counts["checkpoints"] += 1
@@ -79,7 +80,7 @@ class Checkpoints:
         tree = self.tree
         old = self._rolling(lease)
         for g, slot in old.items():
-            tree.device.pools[g].read_one(slot)
+            tree.device.pools[g].read(slot)
         fits = self.room.made(DEVICE, need)
         if old:
             self.follower.unread_slots(old, tree.node_at(lease.node, lease.rolling))
@@ -98,7 +99,7 @@ class Checkpoints:
         tree, lease = self.tree, snapshot.lease
         if lease.detached or lease.depth < snapshot.page or lease not in lease.root.holders:
             for g, slot in snapshot.slots.items():
-                tree.device.pools[g].release_one(slot, FLIGHT)
+                tree.device.pools[g].release(one(slot), FLIGHT)
             self.counts["snapshots_lost"] += 1
             self._skip_cut(lease, snapshot.page)
             return
@@ -157,7 +158,7 @@ class Checkpoints:
         node = lease.node
         kept = []
         for g, slot in list(lease.working.items()):
-            tree.device.pools[g].move_one(slot, LEASE, FLIGHT)
+            tree.device.pools[g].move(one(slot), LEASE, FLIGHT)
             del lease.working[g]
             if tree.snapshots.put(node, DEVICE, g, page, slot):
                 kept.append(g)

@@ -11,10 +11,12 @@ import numpy as np
 
 from .announce import tell_removed
 from .group import DEVICE, HOST
-from .pool import TREE, Ids
+from .page_ids import Ids, Ranges, as_ids
+from .pool import FLIGHT, TREE
 
 if TYPE_CHECKING:
     from .node import Copy, Node
+    from .transfer import Transfer
     from .tree import Tree
 
 
@@ -50,6 +52,36 @@ class ClosedPages:
             self.tree.tiers[tier].leaves.evictable += added
             self.enqueue_if_leaf(node, tier)
 
+    def land(self, transfer: Transfer, g: int) -> Ranges:
+        """What came, of all closed groups, stands behind what a node has in that tier. On the device a node takes it
+        whole or not at all; on host a gap before it becomes a node of its own. What is there already is freed.
+        Returns the columns of the path that took theirs."""
+        tree, tier = self.tree, transfer.tier
+        kept: Ranges = []
+        for begin, end in transfer.ranges[g]:
+            for node, first, last in tree.cover(transfer.node, begin, end):
+                count, low, high = node.copies[tier].count, node.start + first, node.start + last
+                if tier == DEVICE and (count or last - first < node.n):  # it was computed meanwhile
+                    count = last
+                if count > first:
+                    self._release(transfer, low, min(node.start + count, high))
+                    low = node.start + count
+                    if low >= high:
+                        continue
+                elif count < first:
+                    tree.split(node, first)
+                came = {each: transfer.came_for(each, [(low, high)]) for each in tree.closed}
+                self.put(node, tier, came)
+                kept.append((low, high))
+        kept.sort()
+        for each in tree.closed:
+            tree.tiers[tier].pools[each].move(transfer.came_for(each, kept), FLIGHT, TREE)
+        return kept
+
+    def _release(self, transfer: Transfer, low: int, high: int) -> None:
+        for g in self.tree.closed:
+            self.tree.tiers[transfer.tier].pools[g].release(transfer.came_for(g, [(low, high)]), FLIGHT)
+
     def free_from(self, node: Node, tier: int, keep: int) -> None:
         """Free the pages of `node` in a tier from its page `keep` on."""
         tree, copy = self.tree, node.copies[tier]
@@ -60,7 +92,7 @@ class ClosedPages:
             tell_removed(tree, node, tier, range(keep, copy.count))
         for g in tree.closed:
             pages = copy.pages[g]
-            tree.tiers[tier].pools[g].give(pages[4 * keep :], TREE)
+            tree.tiers[tier].pools[g].release(pages[4 * keep :], TREE)
             copy.pages[g] = pages[: 4 * keep]
             tree.count_evicted(node, tier, g, n)
         self.shrunk(node, tier, keep)
@@ -86,12 +118,8 @@ class ClosedPages:
         if copy.count and not copy.backed_children and not copy.holds:
             self.tree.tiers[tier].leaves.add(node, copy)
 
-    @staticmethod
-    def has_any(copy: Copy) -> bool:
-        return copy.count > 0
-
     def ids(self, copy: Copy, g: int) -> Ids:
-        return np.frombuffer(bytes(copy.pages[g]), np.int32)
+        return as_ids(copy.pages[g])
 
     def columns(self, node: Node, tier: int, g: int) -> Ids:
         """Which pages of `node`, from its start, are in a tier."""
@@ -115,7 +143,7 @@ class ClosedPages:
     def _evict_tail(self, node: Node, tier: int, keep: int) -> None:
         """Take the pages from `keep` on out of a tier, and out of the tree where they are nowhere else."""
         tree = self.tree
-        elsewhere = any(copy.count for other, copy in enumerate(node.copies) if other != tier)
+        elsewhere = sum([copy.count for copy in node.copies]) > node.copies[tier].count
         if not elsewhere and not (node.copies[DEVICE].holds or (tier and node.children)):
             tree.prune_below(node)
             if not keep:

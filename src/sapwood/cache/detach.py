@@ -8,7 +8,8 @@ from .announce import announced, tell_removed
 from .flight import note_promises
 from .lease import Lease
 from .node import Node, Root
-from .pool import TREE, UNHOOKED, Ids
+from .page_ids import Ids
+from .pool import TREE, UNHOOKED
 from .readers import count_all, counts
 from .tree import Tree
 
@@ -61,5 +62,5 @@ def detach_namespace(tree: Tree, root: Root, silently: bool) -> None:
         read = pool.readers[ids] > 0
         if pool.by_page:
             pool.idle -= int(np.count_nonzero(~read))
-        pool.move(ids[read], TREE, UNHOOKED)
-        pool.release(ids[~read], TREE)
+        pool.move(ids[read].tobytes(), TREE, UNHOOKED)
+        pool.release(ids[~read].tobytes(), TREE)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from . import check as checking
@@ -30,7 +31,8 @@ from .load import Landed, Loads
 from .match import Matcher
 from .namespace import Namespace
 from .outline import outline
-from .pool import OWNERS, Ids, PagePool
+from .page_ids import Ids, runs
+from .pool import OWNERS, PagePool
 from .publish import Publisher
 from .readers import count_all
 from .room import Room
@@ -285,9 +287,8 @@ class HybridPrefixCache:
         """Everything up to `position` is real: give up pages no row from there on needs. Returns which, as
         (group, first column, last column + 1)."""
         self._live(lease)
-        if not self._tree.sliding:
-            return []
-        return self._follower.slide(lease, position)
+        gone = self._follower.slide_rows([lease], [position])
+        return [(group, *run) for group, (_, columns) in gone.items() for run in runs(np.array(columns, np.int32))]
 
     def slide_rows(self, leases: Sequence[Lease], positions: Sequence[int]) -> dict[str, tuple[list[int], list[int]]]:
         """`slide` for many; by group: which of `leases`, and the columns they gave up."""

@@ -10,10 +10,10 @@ from .announce import tell_removed
 from .group import DEVICE, HOST
 from .lease import Lease, PinHolder
 from .node import Node
-from .pool import FLIGHT, TREE, Ids
+from .page_ids import PageIds, Ranges, as_ids, runs_of
+from .pool import FLIGHT, TREE
 from .readers import unread_columns
-from .runs import Ranges, runs_of
-from .tree import Tree, as_ids
+from .tree import Tree
 
 
 class Fill(NamedTuple):
@@ -77,7 +77,7 @@ class StepInFlight:
         self.opened: list[Lease] = []  # requests that start from a snapshot, which it copies
         self.ended: list[Lease] = []  # requests that are over, but whose rows still run
         self.holders: list[PinHolder] = []  # what its copies and rows read, and nobody else may hold
-        self.freed: list[tuple[int, Ids]] = []  # (group, ids) given out only after that
+        self.freed: list[tuple[int, PageIds]] = []  # (group, ids) given out only after that
 
 
 def mark(tree: Tree, promise: Promise) -> None:
@@ -112,7 +112,7 @@ def note_promises(tree: Tree, lease: Lease) -> None:
         at = at.parent
 
 
-def withdraw(tree: Tree, promise: Promise, freed: list[tuple[int, Ids]]) -> None:
+def withdraw(tree: Tree, promise: Promise, freed: list[tuple[int, PageIds]]) -> None:
     """Take back what was promised. The pages go to `freed`, in flight: a later step may still write them."""
     for fill in promise.fills:
         pool = tree.device.pools[fill.g]
@@ -130,12 +130,12 @@ def withdraw(tree: Tree, promise: Promise, freed: list[tuple[int, Ids]]) -> None
                 ids = ours[node.start + low - begin : node.start + low - begin + len(view)]
                 same = view == ids
                 view[same] = 0
-                taken.append(ids[same])
+                taken.append(ids[same].tobytes())
                 for first, last in runs_of(same):
                     pool.idle -= unread_columns(node.copies[DEVICE], fill.g, low + first, low + last)
-        ids = np.concatenate(taken) if taken else np.zeros(0, np.int32)
-        pool.move(ids, TREE, FLIGHT)
-        freed.append((fill.g, ids))
+        withdrawn = b"".join(taken)
+        pool.move(withdrawn, TREE, FLIGHT)
+        freed.append((fill.g, withdrawn))
     if promise.first < promise.last and tree.closed:
         for node, low, high in tree.cover(promise.node, promise.first, promise.last):
             if not node.copies[DEVICE].count:
@@ -149,7 +149,7 @@ def withdraw(tree: Tree, promise: Promise, freed: list[tuple[int, Ids]]) -> None
     tree.version += 1
 
 
-def _lose_below(tree: Tree, node: Node, freed: list[tuple[int, Ids]]) -> None:
+def _lose_below(tree: Tree, node: Node, freed: list[tuple[int, PageIds]]) -> None:
     """Nothing stays on the device below pages that are withdrawn: what a lease computed itself, and had published there
     because it saw somebody's promise of the same pages, goes with them."""
     below = []
@@ -165,14 +165,14 @@ def _lose_below(tree: Tree, node: Node, freed: list[tuple[int, Ids]]) -> None:
         tree.sweep(at)
 
 
-def _lose_device(tree: Tree, node: Node, freed: list[tuple[int, Ids]]) -> None:
+def _lose_device(tree: Tree, node: Node, freed: list[tuple[int, PageIds]]) -> None:
     """What host has of a node stays there: if that is its first pages alone, in a node of their own."""
     upper = None
     if tree.has_host and 0 < node.copies[HOST].count < node.n:
         upper = tree.split(node, node.copies[HOST].count)
     copy = node.copies[DEVICE]
     for g in tree.closed:
-        ids = as_ids(copy.pages[g])
+        ids = copy.pages[g]
         tree.device.pools[g].move(ids, TREE, FLIGHT)
         freed.append((g, ids))
         copy.pages[g] = b""

@@ -11,10 +11,10 @@ from .group import DEVICE
 from .lease import Lease, hold
 from .match import Matcher
 from .node import Node
+from .page_ids import HOLE, as_ids, has_hole, one, present, runs_of
 from .path import Path
 from .pool import FLIGHT, LEASE
 from .readers import read, unread, unread_one, use
-from .runs import HOLE, present, runs_of
 from .tree import Tree
 
 
@@ -23,118 +23,63 @@ class Follower:
         self.tree = tree
         self.matcher = matcher
 
-    def slide(self, lease: Lease, position: int) -> list[tuple[str, int, int]]:
-        """Give up the pages of groups that are not closed which no row from `position` on needs. Returns which."""
-        tree = self.tree
-        gone = []
-        for g in tree.sliding:
-            spans, lease.low[g] = tree.families[g].slid(lease.low[g], position)
-            for low, high in spans:
-                if lease.own:
-                    self._give_up(lease, g, low, high)
-                elif high - low == 1 and high <= lease.upto[g]:
-                    self._give_up_one(lease, g, low)
-                else:
-                    self._give_up_run(lease, g, low, high)
-                gone.append((tree.groups[g].name, low, high))
-        return gone
-
     def slide_rows(self, leases: Sequence[Lease], positions: Sequence[int]) -> dict[str, tuple[list[int], list[int]]]:
-        """`slide` for many, most of which give up one page: by group, who, and which column."""
+        """Everything up to these positions is real: give up the pages of groups that slide which no row from there on
+        needs. By group: which of `leases`, and the columns they gave up."""
         tree = self.tree
         gone = {}
         for g in tree.sliding:
-            ends = tree.families[g].slid_ends(positions)
-            if ends is None:
-                who, columns = self._slide_each(g, leases, positions)
-            else:
-                who, columns = self._slide_to(g, leases, ends)
-            if who:
-                gone[tree.groups[g].name] = (who, columns)
+            rows: list[int] = []
+            columns: list[int] = []
+            family = tree.families[g]
+            ends = family.slid_ends(positions)
+            for i, lease in enumerate(leases):
+                low = lease.low[g]
+                if ends is None:
+                    spans, lease.low[g] = family.slid(low, positions[i])
+                elif low < ends[i]:
+                    spans, lease.low[g] = [(low, ends[i])], ends[i]
+                else:
+                    continue
+                for first, last in spans:
+                    self._give_up(lease, g, first, last)
+                    rows += [i] * (last - first)
+                    columns += range(first, last)
+            if rows:
+                gone[tree.groups[g].name] = (rows, columns)
         return gone
 
-    def _slide_each(self, g: int, leases: Sequence[Lease], positions: Sequence[int]) -> tuple[list[int], list[int]]:
-        who: list[int] = []
-        columns: list[int] = []
-        for i, lease in enumerate(leases):
-            spans, lease.low[g] = self.tree.families[g].slid(lease.low[g], positions[i])
-            for low, high in spans:
-                who += [i] * (high - low)
-                columns += range(low, high)
-                self._give_up(lease, g, low, high)
-        return who, columns
-
-    def _slide_to(self, g: int, leases: Sequence[Lease], ends: list[int]) -> tuple[list[int], list[int]]:
-        who: list[int] = []
-        columns: list[int] = []
-        for i, lease in enumerate(leases):
-            low, end = lease.low[g], ends[i]
-            if low >= end:
-                continue
-            lease.low[g] = end
-            if low + 1 == end and not lease.own and low < lease.upto[g]:
-                who.append(i)
-                columns.append(low)
-                if lease.counted:
-                    self._give_up_one(lease, g, low)
-                else:
-                    lease.tables[g][4 * low : 4 * end] = HOLE
-            else:
-                who += [i] * (end - low)
-                columns += range(low, end)
-                if lease.own:
-                    self._give_up(lease, g, low, end)
-                else:
-                    self._give_up_run(lease, g, low, end)
-        return who, columns
-
     def _give_up(self, lease: Lease, g: int, low: int, high: int) -> None:
-        tree = self.tree
-        pool = tree.device.pools[g]
-        table = np.frombuffer(lease.tables[g], np.int32)
+        """The lease leaves its pages [low, high): it reads those of the tree no more, and its own are free."""
+        tree, table = self.tree, lease.tables[g]
         split = min(max(lease.upto[g], low), high)
-        if lease.counted and not lease.detached:
-            for first, last in runs_of(table[low:split]):
-                unread(tree, lease.node, DEVICE, g, low + first, low + last)
-        mine = [lease.own.pop((g, c)) for c in range(low, split) if (g, c) in lease.own] if lease.own else []
-        shared, private = table[low:split].copy(), table[split:high].copy()
-        table[low:high] = 0
-        del table
-        if mine:
-            shared = shared[~np.isin(shared, mine)]
-            private = np.append(private, np.array(mine, np.int32))
-        if lease.detached:
-            pool.unread(shared[shared != 0])
-        pool.release(private[private != 0], LEASE)
-
-    def _give_up_one(self, lease: Lease, g: int, column: int) -> None:
-        """`_give_up` for a page of the tree: what most decoding rows do when they cross a page."""
-        tree = self.tree
-        table = lease.tables[g]
-        page = int.from_bytes(table[4 * column : 4 * column + 4], "little")
-        table[4 * column : 4 * column + 4] = HOLE
-        if page and lease.detached:
-            tree.device.pools[g].unread_one(page)
-        elif page and lease.counted:
-            unread_one(tree, lease.node, g, column)
-
-    def _give_up_run(self, lease: Lease, g: int, low: int, high: int) -> None:
-        """`_give_up` for a lease without duplicates."""
-        tree = self.tree
-        pool = tree.device.pools[g]
-        table = lease.tables[g]
-        split = 4 * min(max(lease.upto[g], low), high)
-        shared, private = table[4 * low : split], table[split : 4 * high]
-        table[4 * low : 4 * high] = bytes(len(shared) + len(private))
-        if shared and lease.detached:
-            pool.unread(present(shared))
-        elif shared and lease.counted and HOLE not in shared:
-            unread(tree, lease.node, DEVICE, g, low, split // 4)
-        elif shared and lease.counted:
-            for first, last in runs_of(np.frombuffer(bytes(shared), np.int32)):
+        if lease.own:
+            for column in range(low, split):
+                if (g, column) in lease.own:
+                    self._give_up_duplicate(lease, g, column)
+        shared, private = table[4 * low : 4 * split], table[4 * split : 4 * high]
+        table[4 * low : 4 * high] = bytes(4 * (high - low))
+        if not shared:
+            pass
+        elif lease.detached:
+            tree.device.pools[g].unread_unhooked(present(shared))
+        elif lease.counted and split - low == 1:
+            if shared != HOLE:
+                unread_one(tree, lease.node, g, low)
+        elif lease.counted and not has_hole(shared):
+            unread(tree, lease.node, DEVICE, g, low, split)
+        elif lease.counted:
+            for first, last in runs_of(as_ids(shared)):
                 unread(tree, lease.node, DEVICE, g, low + first, low + last)
         if private:
-            pool.release(present(private), LEASE)
+            tree.device.pools[g].release(present(private), LEASE)
+
+    def _give_up_duplicate(self, lease: Lease, g: int, column: int) -> None:
+        """The page of its own that a lease has beside the tree's. It is a reader of the tree's all the same."""
+        page = lease.own.pop((g, column))
+        self.tree.device.pools[g].release(one(page), LEASE)
+        if lease.detached:
+            lease.tables[g][4 * column : 4 * column + 4] = HOLE
 
     def refit(
         self, lease: Lease, path: Path, boundary: int, depth: int, length: int, held: StepInFlight | None
@@ -208,7 +153,7 @@ class Follower:
         tree.snapshots.use(at, boundary)
         for g in tree.slots:
             slot = lease.start_snapshot[g] = at.pages[g][boundary]
-            tree.device.pools[g].read_one(slot)
+            tree.device.pools[g].read(slot)
 
     def release_snapshot(self, lease: Lease) -> None:
         """The lease stops reading the snapshot it was to start from."""
@@ -220,7 +165,7 @@ class Follower:
         """Stop reading snapshots that stand in `node`, or in none any more."""
         tree = self.tree
         for g, slot in slots.items():
-            tree.device.pools[g].unread_one(slot)
+            tree.device.pools[g].unread(slot)
             if node is not None:
                 tree.device.queues[g].add(node, node.copies[DEVICE])
 
@@ -273,18 +218,18 @@ class Follower:
         nodes = tree.path_to(node).nodes
         for g in tree.closed:
             pool = tree.device.pools[g]
-            table = lease.table(g)
-            spare = table[lease.upto[g] : depth]
-            spare = spare[spare != 0]
+            spare = present(lease.tables[g][4 * lease.upto[g] : 4 * depth])
             if held is None:
                 pool.release(spare, LEASE)
             else:
                 pool.move(spare, LEASE, FLIGHT)
                 held.freed.append((g, spare))
-            lease.tables[g] = bytearray().join([*(at.copies[DEVICE].pages[g] for at in nodes), table[depth:].tobytes()])
+            lease.tables[g] = bytearray().join(
+                [*(at.copies[DEVICE].pages[g] for at in nodes), lease.tables[g][4 * depth :]]
+            )
             for (group, column), page in lease.own.items():
                 if group == g:
-                    lease.tables[g][4 * column : 4 * column + 4] = page.to_bytes(4, "little")
+                    lease.tables[g][4 * column : 4 * column + 4] = one(page)
             lease.upto[g] = depth
         lease.node, lease.depth = node, depth
         note_promises(tree, lease)

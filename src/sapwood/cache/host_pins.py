@@ -16,10 +16,10 @@ from .group import HOST
 from .lease import Binding, PinHolder, hold
 from .match import Matcher
 from .node import Root
+from .page_ids import Ids, as_ids
 from .path import Path
-from .pool import Ids
 from .transfer import PendingTransfers, host_runs
-from .tree import Tree, as_ids
+from .tree import Tree
 
 # Stays hold at most one page in so many of each group. With half of it, those who wait keep what is worth most, and
 # those who run still find room there for what they save and for what others fetch.

@@ -18,10 +18,9 @@ import numpy as np
 
 from .group import DEVICE
 from .namespace import Namespace
+from .page_ids import HOLE, Ids, PageIds, Ranges, one, present, runs_of
 from .path import Path
-from .pool import Ids
 from .readers import read, unread
-from .runs import HOLE, Ranges, present, runs_of
 
 if TYPE_CHECKING:
     from .node import Node, Root
@@ -223,8 +222,7 @@ class Lease:
                 self.upto[g] = len(self.tables[g]) // 4
             self.shared = {transfer: tree.shared(self.node, transfer.node) for transfer in self.waits}
         for g in tree.closed:
-            ids = self.adopted(g)[1]
-            tree.device.pools[g].read(ids)
+            tree.device.pools[g].read_unhooked(self.adopted(g)[1].tobytes())
         for g, column in self.own:  # of the tree's page beside its own it reads nothing
             if g in tree.sliding:
                 unread(tree, self.node, DEVICE, g, column, column + 1)
@@ -239,7 +237,7 @@ class Lease:
 
     def seeds(self) -> dict[tuple[int, int], bytes]:
         """The snapshots it is to start from, as a `PinHolder` has them."""
-        return {(DEVICE, g): slot.to_bytes(4, "little") for g, slot in self.start_snapshot.items()}
+        return {(DEVICE, g): one(slot) for g, slot in self.start_snapshot.items()}
 
     def reading(self, g: int) -> Ranges:
         """The columns of a group that is not closed where this lease is a reader: wherever its table has a page that
@@ -267,14 +265,13 @@ class Lease:
         columns = there.nonzero()[0].astype(np.int32)
         return columns, ids[columns]
 
-    def private(self, g: int) -> Ids:
-        """Ids of the pages of a paged group that this lease alone has."""
-        ids = present(self.tables[g][4 * self.upto[g] :])
-        if self.own:
-            mine = [page for (group, _), page in self.own.items() if group == g]
-            if mine:
-                ids = np.concatenate([ids, np.array(mine, np.int32)])
-        return ids
+    def private(self, g: int, first: int = 0) -> PageIds:
+        """Ids of the pages of a paged group that this lease alone has, in columns from `first` on."""
+        ids = present(self.tables[g][4 * max(self.upto[g], first) :])
+        if not self.own:
+            return ids
+        own = [one(page) for (group, column), page in self.own.items() if group == g and column >= first]
+        return b"".join([ids, *own])
 
 
 class PinHolder:
@@ -311,7 +308,7 @@ class PinHolder:
         for tier in self.tiers:
             for g in tree.closed:
                 ids = self.pages[tier, g] = _pages_in(tree, self.node, tier, g, [self.columns])
-                tree.tiers[tier].pools[g].read(np.frombuffer(ids, np.int32))
+                tree.tiers[tier].pools[g].read_unhooked(ids)
         for (tier, g), where in self.spans.items():
             self.pages[tier, g] = _pages_in(tree, self.node, tier, g, where)
         self.detached = True
@@ -327,7 +324,7 @@ class PinHolder:
         del self.root.holders[self]
         if self.detached:
             for (tier, g), ids in self.pages.items():
-                tree.tiers[tier].pools[g].unread(np.frombuffer(ids, np.int32))
+                tree.tiers[tier].pools[g].unread_unhooked(ids)
             tree.forget_if_empty(self.root)
             return
         if self.counted:
@@ -341,7 +338,7 @@ class PinHolder:
                 if g in tree.slots:
                     pool, idle = tree.tiers[tier].pools[g], False
                     for slot in memoryview(ids).cast("i"):
-                        if pool.unread_one(slot):
+                        if pool.unread(slot):
                             idle = True
                     if idle:
                         tree.enqueue_path(self.node, tier, g, *self.columns)
@@ -378,13 +375,13 @@ def read_held(
         for (tier, g), ids in pages.items():
             if g in tree.slots:
                 for slot in memoryview(ids).cast("i"):
-                    tree.tiers[tier].pools[g].read_one(slot)
+                    tree.tiers[tier].pools[g].read(slot)
 
 
 def _pages_in(tree: Tree, node: Node, tier: int, g: int, where: Ranges) -> bytes:
     """The pages that a group has in these columns of the path to `node`."""
     parts = [
-        present(pages[4 * first : 4 * last]).tobytes()
+        present(pages[4 * first : 4 * last])
         for low, high in where
         for at, first, last in tree.cover(node, low, high)
         if (pages := at.copies[tier].pages[g])

@@ -10,11 +10,11 @@ from .flight import note_promises
 from .group import DEVICE, HOST
 from .lease import Lease
 from .node import Node
-from .pool import FLIGHT, UNHOOKED, Ids
+from .page_ids import Ids, as_ids, runs, runs_of, spread
+from .pool import FLIGHT, UNHOOKED
 from .readers import read
-from .runs import Ranges, pages_in, runs, runs_of, spread
 from .transfer import Operation, Parts, PendingTransfers, Transfer
-from .tree import Tree, as_ids
+from .tree import Tree
 
 
 class Landed(NamedTuple):
@@ -34,9 +34,6 @@ class Loads:
     def begin_load(
         self,
         lease: Lease,
-        node: Node,
-        first: int,
-        last: int,
         wanted: dict[int, tuple[Ids, Ids]],
         joined: list[Transfer],
     ) -> Operation | None:
@@ -49,13 +46,16 @@ class Loads:
         self.ledger.counts["loads_joined"] += len(joined)
         if not wanted:
             return None
+        node = lease.node
+        first = min(int(columns.min()) for columns, _ in wanted.values())
+        last = max(int(columns.max()) + 1 for columns, _ in wanted.values())
         held = {(HOST, g): ids.tobytes() for g, (_, ids) in wanted.items()}
         parts: Parts = {}
         where = {g: runs(columns) for g, (columns, _) in wanted.items()}
         spans = {(HOST, g): where[g] for g in tree.sliding if g in where}
         came = {}
         for g, (_, ids) in wanted.items():
-            targets = came[g] = tree.device.pools[g].take(len(ids), FLIGHT)
+            targets = came[g] = tree.device.pools[g].allocate(len(ids), FLIGHT)
             wide = spread(where[g], ids.tobytes(), first, last), spread(where[g], targets, first, last)
             parts[g] = (as_ids(wide[0]), as_ids(wide[1]))
         op, both = self.ledger.number(), (DEVICE, HOST)
@@ -166,48 +166,12 @@ class Loads:
         return False
 
     def _land_on_device(self, transfer: Transfer, waiters: list[Lease]) -> None:
-        tree = self.tree
-        stored: Ranges = []
-        closed = [g for g in tree.closed if g in transfer.parts]
-        if closed:
-            kept = self._land_closed(transfer, closed)
-            self.ledger.count(transfer, "loaded", pages_in(kept))
-            if tree.announced_group in closed:
-                stored = kept
-        for g, where in transfer.ranges.items():
-            if g in tree.closed:
-                continue
-            if g in tree.slots:
-                kept = self.ledger.land_slot(transfer, g, where)
-            else:
-                path = tree.cover(transfer.node, transfer.first, transfer.last)
-                kept = self.ledger.land_loose(transfer, g, where, path)
-            self.ledger.count(transfer, "loaded", pages_in(kept))
-            if g == tree.announced_group:
-                stored += kept
-            for lease in waiters:
-                self._take(lease, g)
+        self.ledger.land(transfer, "loaded")
         for lease in waiters:
+            for g in transfer.ranges:
+                if g not in self.tree.closed:
+                    self._take(lease, g)
             note_promises(self.tree, lease)
-        self.ledger.announce(transfer.node, DEVICE, stored)
-
-    def _land_closed(self, transfer: Transfer, closed: list[int]) -> Ranges:
-        tree, base = self.tree, transfer.first
-        kept: Ranges = []
-        for node, first, last in reversed(tree.cover(transfer.node, transfer.first, transfer.last)):
-            a, b = node.start + first, node.start + last
-            targets = transfer.parts[closed[0]][1][a - base : b - base]
-            if not targets.any():
-                continue
-            if node.copies[DEVICE].count or first or last != node.n or not targets.all():
-                self.ledger.free_columns(transfer, a, b)  # it was computed meanwhile
-                continue
-            came = {g: transfer.parts[g][1][a - base : b - base].tobytes() for g in closed}
-            tree.closed_pages.put(node, DEVICE, came)
-            kept.append((a, b))
-        for g in closed:
-            self.ledger.tree_owns(transfer, g, kept)
-        return kept
 
     def _take(self, lease: Lease, g: int) -> None:
         """A waiting lease reads at once what has come for it, so that nobody evicts it before the lease goes on."""
@@ -219,7 +183,7 @@ class Loads:
                 slot = (tree.node_at(lease.node, depth).copies[DEVICE].pages[g] or {}).get(depth)
                 if slot:
                     lease.start_snapshot[g] = slot
-                    pool.read_one(slot)
+                    pool.read(slot)
             return
         table = np.frombuffer(lease.tables[g], np.int32)
         for low, high in lease.wanted.get(g, ()):
@@ -243,13 +207,13 @@ class Loads:
             pool = tree.device.pools[g]
             ids = targets[targets != 0]
             columns = targets.nonzero()[0] + transfer.first
-            pool.move(ids, FLIGHT, UNHOOKED)
+            pool.move(ids.tobytes(), FLIGHT, UNHOOKED)
             for lease in waiters:
                 shared = lease.shared[transfer]
                 if g in tree.slots:
                     if g not in lease.start_snapshot and int(columns[0]) + 1 == lease.boundary <= shared:
                         lease.start_snapshot[g] = int(ids[0])
-                        pool.read(ids)
+                        pool.read_unhooked(ids.tobytes())
                     continue
                 spans = [(0, lease.boundary)] if g in tree.closed else lease.wanted.get(g, [])
                 if len(lease.tables[g]) < 4 * lease.boundary:
@@ -261,5 +225,5 @@ class Loads:
                     at, pages = columns[inside], ids[inside]
                     new = table[at] == 0
                     table[at[new]] = pages[new]
-                    pool.read(pages[new])
-            pool.release(ids[pool.readers[ids] == 0], UNHOOKED)
+                    pool.read_unhooked(pages[new].tobytes())
+            pool.release(ids[pool.readers[ids] == 0].tobytes(), UNHOOKED)

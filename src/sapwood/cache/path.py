@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .group import DEVICE, HOST
-from .runs import HOLE
+from .page_ids import HOLE
 
 if TYPE_CHECKING:
     from .node import Node, Root

@@ -5,22 +5,21 @@ out twice is an error at once and not a wrong answer later. Beside the owner a p
 many leases and transfers read it *by page* (snapshots, and all that was unhooked; windows are read by column of
 the tree, see readers.py).
 
-Pages that were given out together mostly lie side by side, and are handed on together: so every operation first looks
-whether its pages are such a run, and then works on a slice. Ids come and go as the bytes of int32 that tables are made
-of (`take`, `give`, `hand`), or as arrays (`allocate`, `release`, `move`), which cost a little more.
+`allocate`, `release` and `move` change owners; `read` and `unread` change reader counts. Pages that were allocated
+together mostly lie side by side, and move together: so each operation first looks whether its pages are such a run, and
+then works on a slice.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from struct import Struct
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-Ids = npt.NDArray[np.int32]
+from .page_ids import Ids, PageIds, as_ids, first_of, one
 
 FREE: Final = 0
 LEASE: Final = 1
@@ -32,7 +31,6 @@ _NOBODY: Final = 255  # of the null page
 _LOOP_MAX_PAGES: Final = 6  # up to so many pages a loop beats looking whether they are a run ...
 _RUN_CHECK_MIN_PAGES: Final = 16  # ... and numpy, whose every call costs as much as a dozen turns
 _MARKS: Final = [bytes([owner]) for owner in range(5)]
-_FIRST: Final = Struct("<i").unpack_from
 _NAMES: Final = ("free", "a lease", "the tree", "something in flight", "an unhooked namespace")
 
 
@@ -45,9 +43,9 @@ def _order_upto(capacity: int) -> None:
         _order = np.arange(capacity + 1, dtype=np.int32).tobytes()
 
 
-def _run(raw: bytes | bytearray) -> int:
+def _run(raw: PageIds) -> int:
     """The first of these ids if they lie side by side, in order (then they are different pages), else 0."""
-    first = _FIRST(raw)[0]
+    first = first_of(raw)
     return first if raw == _order[4 * first : 4 * first + len(raw)] else 0
 
 
@@ -106,12 +104,9 @@ class PagePool:
     def used_bytes(self) -> int:
         return (self.capacity - self.free) * self.page_bytes
 
-    def allocate(self, n: int, owner: int) -> Ids:
-        """Take n pages. Raises PoolError, with nothing changed, if there are fewer."""
-        return np.frombuffer(self.take(n, owner), np.int32)
-
-    def take(self, n: int, owner: int) -> bytes:
-        """`allocate`, as bytes."""
+    def allocate(self, n: int, owner: int) -> bytes:
+        """The ids of n free pages, which are `owner`'s now. Raises PoolError, with nothing changed, if there are not so
+        many."""
         free = self.free
         if not 0 < n <= free:
             if not n:
@@ -134,31 +129,12 @@ class PagePool:
             self.watch("taken", np.frombuffer(raw, np.int32))
         return raw
 
-    def allocate_one(self, owner: int) -> int:
-        """`allocate` for a single page."""
-        free = self.free
-        if not free:
-            raise PoolError(f"{self.name}: a page asked for, none of {self.capacity} is free")
-        self.free = free - 1
-        page = self._places[self.capacity - free]
-        self.owner[page] = owner
-        self.owned[owner] += 1
-        if self.watch is not None:
-            self.watch("taken", np.array([page], np.int32))
-        return page
-
-    def release(self, ids: Ids, owner: int) -> None:
+    def release(self, raw: PageIds, owner: int) -> None:
         """Give pages back that `owner` owns. Raises PoolError, with nothing changed, if one is not its own."""
-        self.give(ids.tobytes(), owner)
-
-    def give(self, raw: bytes | bytearray, owner: int) -> None:
-        """`release`, as bytes."""
         n = len(raw) // 4
-        if n == 1:
-            return self.release_one(_FIRST(raw)[0], owner)
         if not n:
             return
-        self._hand(raw, n, owner, FREE)
+        self._change_owner(raw, n, owner, FREE)
         low = self.capacity - self.free
         self._stack_bytes[4 * (low - n) : 4 * low] = raw
         self.free += n
@@ -166,76 +142,46 @@ class PagePool:
         if self.watch is not None:
             self.watch("freed", np.frombuffer(raw, np.int32))
 
-    def release_one(self, page: int, owner: int) -> None:
-        """`release` for a single page."""
-        if not 0 < page <= self.capacity or self.owner[page] != owner:
-            self._complain(page, owner)
-        self.owner[page] = FREE
-        self.owned[owner] -= 1
-        free = self.free = self.free + 1
-        self._places[self.capacity - free] = page
-        if self.watch is not None:
-            self.watch("freed", np.array([page], np.int32))
-
-    def move(self, ids: Ids, old: int, new: int) -> None:
-        """Hand (different) pages from one owner to another."""
-        self.hand(ids.tobytes(), old, new)
-
-    def hand(self, raw: bytes | bytearray, old: int, new: int) -> None:
-        """`move`, as bytes."""
+    def move(self, raw: PageIds, old: int, new: int) -> None:
+        """Make (different) pages of one owner those of another. Raises PoolError, as `release` does."""
         n = len(raw) // 4
         if not n:
             return
-        first = _FIRST(raw)[0]
-        if n > 1 and raw == _order[4 * first : 4 * (first + n)] and self.owner.count(old, first, first + n) == n:
-            self.owner[first : first + n] = _MARKS[new] * n
-        else:
-            self._hand(raw, n, old, new)
+        self._change_owner(raw, n, old, new)
         self.owned[old] -= n
         self.owned[new] += n
 
-    def move_one(self, page: int, old: int, new: int) -> None:
-        """`move` for a single page."""
-        if not 0 < page <= self.capacity or self.owner[page] != old:
-            self._complain(page, old)
-        self.owner[page] = new
-        self.owned[old] -= 1
-        self.owned[new] += 1
-
-    def _hand(self, raw: bytes | bytearray, n: int, old: int, new: int) -> int:
-        """`hand`, without the counts. Returns the first of the ids if they are seen to be a run, else 0."""
+    def _change_owner(self, raw: PageIds, n: int, old: int, new: int) -> None:
+        """Without the counts."""
+        owners = self.owner
         if n <= _LOOP_MAX_PAGES:
-            self._hand_few(memoryview(raw).cast("i").tolist(), old, new)
-            return 0
+            pages = memoryview(raw).cast("i").tolist()
+            for page in pages:
+                if not 0 < page <= self.capacity or owners[page] != old:
+                    self._complain(page, old)
+            if n > 1 and new == FREE and len(set(pages)) < n:
+                self._twice()
+            for page in pages:
+                owners[page] = new
+            return
         first = _run(raw)
-        if first > 0 and self.owner.count(old, first, first + n) == n:
-            self.owner[first : first + n] = _MARKS[new] * n
-            return first
+        if first > 0 and owners.count(old, first, first + n) == n:
+            owners[first : first + n] = _MARKS[new] * n
+            return
         ids = np.frombuffer(raw, np.int32)
         at = self._owned(ids, old)
         if new == FREE:
             self._different(ids, at)
         self._owner[at] = new
-        return 0
 
-    def _hand_few(self, pages: list[int], old: int, new: int) -> None:
-        owners = self.owner
-        for page in pages:
-            if not 0 < page <= self.capacity or owners[page] != old:
-                self._complain(page, old)
-        if new == FREE and len(set(pages)) < len(pages):
-            self._twice()
-        for page in pages:
-            owners[page] = new
-
-    def read_one(self, page: int) -> None:
+    def read(self, page: int) -> None:
         """One more reader for a page, which a pool of slots may have to let go some day."""
         count = self._reads[page]
         if not count and self.by_page and self.owner[page] == TREE:
             self.idle -= 1
         self._reads[page] = count + 1
 
-    def unread_one(self, page: int) -> bool:
+    def unread(self, page: int) -> bool:
         """One reader less; an unhooked page that nobody reads now is freed. Returns whether it became idle, so that
         eviction should hear of it."""
         count = self._reads[page]
@@ -245,23 +191,24 @@ class PagePool:
         if count == 1:
             owner = self.owner[page]
             if owner == UNHOOKED:
-                self.release_one(page, UNHOOKED)
+                self.release(one(page), UNHOOKED)
             elif owner == TREE and self.by_page:
                 self.idle += 1
                 return True
         return False
 
-    def read(self, ids: Ids) -> None:
-        """One more reader for each of `ids`, different pages that are unhooked, or will be."""
-        self.readers[ids] += 1
+    def read_unhooked(self, raw: PageIds) -> None:
+        """One more reader for each of these different pages, which are unhooked, or will be."""
+        self.readers[as_ids(raw)] += 1
 
-    def unread(self, ids: Ids) -> None:
-        """One reader less for each of `ids`, which are unhooked; those that nobody reads now are freed."""
+    def unread_unhooked(self, raw: PageIds) -> None:
+        """One reader less for each of these, which are unhooked; those that nothing reads now are freed."""
+        ids = as_ids(raw)
         counts = self.readers[ids]
         if not counts.all():
             self._unread_by_nobody(int(ids[counts == 0][0]))
         self.readers[ids] = counts - 1
-        self.release(ids[counts == 1], UNHOOKED)
+        self.release(ids[counts == 1].tobytes(), UNHOOKED)
 
     def _unread_by_nobody(self, page: int) -> None:
         raise PoolError(f"{self.name}: page {page} has no reader to leave")

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from .announce import hash_path, tell_page, tell_stored
 from .flight import Fill, Promise, StepInFlight, mark, note_promises
 from .group import DEVICE, HOST
 from .lease import Lease, Span
 from .node import Node
+from .page_ids import Run, as_ids, joined, lengthened, one, page_at, ranges, runs_of
 from .path import agree
 from .pool import FLIGHT, LEASE, TREE
-from .readers import read, unread_columns
-from .runs import HOLE, Run, joined, lengthened, ranges, runs_of
+from .readers import read
 from .tree import Tree
 
 Fallen = tuple[Lease, list[tuple[int, int]]]  # and (group, column) of its duplicates
@@ -35,7 +33,6 @@ class Publisher:
     def __init__(self, tree: Tree, save_pages: int) -> None:
         self.tree = tree
         self.save_pages = save_pages
-        self.plain = not (tree.sliding or tree.slots or tree.has_host or tree.hashing)
         self.replaced: list[Replaced] = []
         self.real: list[Span] = []  # what the events of a step have made real, for saving
 
@@ -74,45 +71,6 @@ class Publisher:
 
         The loop of every decode step in which rows cross a page: a leaf that only gets longer is extended right here,
         and owners change for all rows at once."""
-        return self._plain_rows(leases, pages) if self.plain else self._any_rows(leases, pages)
-
-    def short_of_pages(self, leases: Sequence[Lease]) -> Lease | None:
-        """One of these that was not given a page for what it is to publish next."""
-        for g in self.tree.paged:
-            for lease in leases:
-                if len(lease.tables[g]) <= 4 * lease.depth:
-                    return lease
-        return None
-
-    def _plain_rows(self, leases: Sequence[Lease], pages: Sequence[bytes]) -> list[Fallen]:
-        """Where there is nothing but closed groups on the device, and nobody wants hashes."""
-        tree = self.tree
-        closed = tree.closed
-        moved: list[bytearray] = []
-        fallen: list[Fallen] = []
-        for lease, page in zip(leases, pages, strict=True):
-            node, depth = lease.node, lease.depth
-            copy, edge = node.copies[DEVICE], node.edge
-            if copy.holds != 1 or node.children or type(edge) is not bytearray or lease.detached or not lease.writes:
-                if lease.writes and not lease.detached:
-                    duplicates = self.publish(lease, page, depth, depth + 1, None, 0)
-                    if duplicates:
-                        fallen.append((lease, duplicates))
-                continue
-            edge += page
-            node.n = copy.count = node.n + 1
-            node.crc = None
-            at, lease.depth = 4 * depth, depth + 1
-            for g in closed:
-                one = lease.tables[g][at : at + 4]
-                copy.pages[g] += one
-                moved.append(one)
-                lease.upto[g] = depth + 1
-        for i, g in enumerate(closed):
-            tree.device.pools[g].hand(b"".join(moved[i :: len(closed)]), LEASE, TREE)
-        return fallen
-
-    def _any_rows(self, leases: Sequence[Lease], pages: Sequence[bytes]) -> list[Fallen]:
         tree = self.tree
         closed, sliding, host = tree.closed, tree.sliding, tree.has_host
         moved: list[list[bytearray]] = [[] for _ in tree.groups]
@@ -152,7 +110,7 @@ class Publisher:
                     pages_here = there[g] = lengthened(pages_here, n - 1)
                 pages_here += one
                 tree.device.pools[g].idle += 1
-                if lease.counted:  # then it was so for a moment
+                if lease.counted:  # `idle` was raised above; `read` lowers it again
                     read(tree, node, DEVICE, g, depth, last)
                 elif not copy.queued & queued[g]:
                     tree.device.queues[g].add(node, copy)
@@ -169,8 +127,16 @@ class Publisher:
                     self.offer(lease, depth, last, node)
         for g in tree.paged:
             if moved[g]:
-                tree.device.pools[g].hand(b"".join(moved[g]), LEASE, TREE)
+                tree.device.pools[g].move(b"".join(moved[g]), LEASE, TREE)
         return fallen
+
+    def short_of_pages(self, leases: Sequence[Lease]) -> Lease | None:
+        """One of these that was not given a page for what it is to publish next."""
+        for g in self.tree.paged:
+            for lease in leases:
+                if len(lease.tables[g]) <= 4 * lease.depth:
+                    return lease
+        return None
 
     def became_real(self, lease: Lease, node: Node, first: int, last: int, fills: list[Fill]) -> None:
         """Pages of the path to `node` have been computed: hash and announce them, and offer them for saving."""
@@ -273,7 +239,7 @@ class Publisher:
                 for g in tree.closed:
                     pages = lease.tables[g]
                     for column in range(max(depth, lease.upto[g]), depth + both):
-                        lease.own[g, column] = int.from_bytes(pages[4 * column : 4 * column + 4], "little")
+                        lease.own[g, column] = page_at(pages, column)
                         duplicates.append((g, column))
             node, depth = child, depth + both
         tree.pin(node, DEVICE)
@@ -288,7 +254,7 @@ class Publisher:
         pages = {}
         for g in self.tree.closed:
             pages[g] = bytes(lease.tables[g][4 * low : 4 * high])
-            self.tree.device.pools[g].hand(pages[g], LEASE, TREE)
+            self.tree.device.pools[g].move(pages[g], LEASE, TREE)
         self.tree.closed_pages.put(node, DEVICE, pages)
 
     def _append(self, lease: Lease, node: Node, depth: int, tokens: bytes | bytearray, offset: int, upto: int) -> None:
@@ -316,7 +282,7 @@ class Publisher:
             lease.node = child
         for g in tree.closed:
             mine = lease.tables[g][4 * depth : 4 * upto]
-            tree.device.pools[g].hand(mine, LEASE, TREE)
+            tree.device.pools[g].move(mine, LEASE, TREE)
             there = copy.pages[g]
             if type(there) is bytearray:
                 there += mine
@@ -346,52 +312,25 @@ class Publisher:
         table = lease.tables[g]
         filled: list[Run] = []
         for node, first, last in reversed(tree.cover(lease.node, lease.upto[g], upto)):
-            begin = node.start + first
-            mine = table[4 * begin : 4 * (node.start + last)]
-            copy = node.copies[DEVICE]
-            pages = copy.pages[g]
-            # Four zero bytes in a row are a hole, or two ids beside each other: only then look closer.
-            if HOLE in mine or (pages and any(pages[4 * first : 4 * last])):
-                filled += self._fill_holes(lease, g, node, first, last, duplicates)
-                continue
-            if pages is None or len(pages) < 4 * first:
-                pages = copy.pages[g] = lengthened(pages, first)
-            pages[4 * first : 4 * last] = mine
-            tree.device.pools[g].idle += unread_columns(copy, g, first, last)
-            if lease.counted:  # then it was so for a moment
-                read(tree, node, DEVICE, g, begin, node.start + last)
-            else:
-                tree.device.queues[g].add(node, copy)
-            filled.append((begin, mine))
+            start = node.start
+            mine = table[4 * (start + first) : 4 * (start + last)]
+            taken = tree.sliding_pages[g].fill(node, DEVICE, first, mine)
+            filled += [(start + low, table[4 * (start + low) : 4 * (start + high)]) for low, high in taken]
+            if lease.counted:
+                for low, high in runs_of(as_ids(mine)):
+                    read(tree, node, DEVICE, g, start + first + low, start + first + high)
+            if taken != [(first, last)]:
+                ours = {column for low, high in taken for column in range(low, high)}
+                for at in range(first, last):
+                    page = page_at(table, start + at)
+                    if page and at not in ours:
+                        lease.own[g, start + at] = page
+                        duplicates.append((g, start + at))
         lease.upto[g] = upto
         if filled:
             ids = joined(filled)
-            tree.device.pools[g].hand(ids, LEASE, TREE)
+            tree.device.pools[g].move(ids, LEASE, TREE)
             fills.append(Fill(g, ranges(filled), ids))
-
-    def _fill_holes(
-        self, lease: Lease, g: int, node: Node, first: int, last: int, duplicates: list[tuple[int, int]]
-    ) -> list[Run]:
-        """`_fill` for pages [first, last) of `node`, some of which the tree has or the lease has not."""
-        begin = node.start + first
-        here = np.frombuffer(bytes(lease.tables[g][4 * begin : 4 * (node.start + last)]), np.int32)
-        node.copies[DEVICE].pages[g] = lengthened(node.copies[DEVICE].pages[g], last)
-        view = np.frombuffer(node.copies[DEVICE].pages[g], np.int32)[first:last]
-        new = (view == 0) & (here != 0)
-        view[new] = here[new]
-        del view
-        filled = runs_of(new)
-        for low, high in filled:
-            self.tree.device.pools[g].idle += unread_columns(node.copies[DEVICE], g, first + low, first + high)
-        if lease.counted:
-            for low, high in runs_of(here):
-                read(self.tree, node, DEVICE, g, begin + low, begin + high)
-        else:
-            self.tree.device.queues[g].add(node, node.copies[DEVICE])
-        for at in ((here != 0) & ~new).nonzero()[0].tolist():
-            lease.own[g, begin + at] = int(here[at])
-            duplicates.append((g, begin + at))
-        return [(begin + low, here[low:high].tobytes()) for low, high in filled]
 
     # ---- duplicates
 
@@ -410,7 +349,7 @@ class Publisher:
                 continue
             ((node, at, _),) = tree.cover(lease.node, column, column + 1)
             pages = node.copies[DEVICE].pages[g]
-            theirs = int.from_bytes(pages[4 * at : 4 * at + 4], "little") if pages else 0
+            theirs = page_at(pages, at)
             if not theirs:
                 continue
             if not node.is_real(g, column, g in tree.closed):
@@ -418,10 +357,10 @@ class Publisher:
                 continue
             del lease.own[g, column]
             if held is None:
-                tree.device.pools[g].release_one(page, LEASE)
+                tree.device.pools[g].release(one(page), LEASE)
             else:
-                tree.device.pools[g].move_one(page, LEASE, FLIGHT)
-                held.freed.append((g, np.array([page], np.int32)))
-            lease.tables[g][4 * column : 4 * column + 4] = theirs.to_bytes(4, "little")
+                tree.device.pools[g].move(one(page), LEASE, FLIGHT)
+                held.freed.append((g, one(page)))
+            lease.tables[g][4 * column : 4 * column + 4] = one(theirs)
             self.replaced.append(Replaced(lease, tree.groups[g].name, column, theirs))
         return left

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from .group import DEVICE
-from .runs import HOLE, Ranges
+from .page_ids import HOLE, Ranges
 
 if TYPE_CHECKING:
     from .node import Copy, Node

@@ -49,9 +49,9 @@ class Room:
     def make(self, tier: int, need: Mapping[int, int]) -> None:
         """Evict until every group has its pages free. Closed groups first: what falls with them helps the others."""
         tree = self.tree
-        if tree.uncounted and any(g in need for g in tree.sliding):
-            count_all(tree)
         pools = tree.tiers[tier].pools
+        if tree.uncounted and any(need.get(g, 0) > pools[g].free for g in tree.paged):
+            count_all(tree)
         short = 0
         for g in tree.closed:
             short = max(short, need.get(g, 0) - pools[g].free)

@@ -17,10 +17,10 @@ from .begins import NEAR, WINDOW, reach, worth
 from .group import DEVICE, HOST
 from .lease import PinHolder, Span, hold
 from .node import Node
-from .pool import FLIGHT, TREE
+from .page_ids import HOLE, Ranges, runs_of, spread
+from .pool import FLIGHT
 from .publish import Publisher
 from .room import Room
-from .runs import HOLE, Ranges, picked, runs_of, spread
 from .transfer import Operation, Parts, PendingTransfers, Transfer, host_runs
 from .tree import Cover, Tree
 
@@ -90,7 +90,7 @@ class Saves:
         source: bytes | bytearray
         target: bytes | bytearray
         for (_, g), source in sources.items():
-            target = came[g] = pools[g].take(need[g], FLIGHT)
+            target = came[g] = pools[g].allocate(need[g], FLIGHT)
             if need[g] < last - first:
                 source, target = spread(where[g], source, first, last), spread(where[g], target, first, last)
             parts[g] = frombuffer(source, _INT32), frombuffer(target, _INT32)
@@ -286,8 +286,7 @@ class Saves:
             ledger.free_targets(transfer)
             transfer.let_go(tree)
             return None
-        path = tree.cover(transfer.node, transfer.first, transfer.last)
-        for node, _, _ in path:
+        for node, _, _ in tree.cover(transfer.node, transfer.first, transfer.last):
             saving = node.saving
             assert saving is not None
             node.saving = None if len(saving) == 1 else [save for save in saving if save is not transfer]
@@ -296,65 +295,9 @@ class Saves:
             ledger.free_targets(transfer)
             transfer.let_go(tree)
             return None
-        landed = self.land(transfer, path)
-        ledger.count(transfer, "saved", landed)
+        ledger.land(transfer, "saved")
         transfer.let_go(tree)
         return Span(transfer.first, transfer.last, transfer.node)
-
-    def land(self, transfer: Transfer, path: Cover) -> int:
-        """What has come to host is the tree's now, or is freed where host has it already. `path` is what the transfer
-        covers. Returns how many pages landed; those of closed groups, which come together, count once."""
-        tree, ledger, closed = self.tree, self.ledger, self.tree.closed
-        landed, nodes = 0, tree.nodes
-        for g, where in transfer.ranges.items():
-            if g in closed:
-                if g != closed[0]:
-                    continue
-                kept = self._land_closed(transfer, where, path)
-                if tree.nodes != nodes:  # one was split
-                    path = tree.cover(transfer.node, transfer.first, transfer.last)
-            elif g in tree.sliding:
-                kept = ledger.land_loose(transfer, g, where, path)
-            else:
-                kept = ledger.land_slot(transfer, g, where)
-            if g == tree.announced_group:
-                ledger.announce(transfer.node, HOST, kept)
-            for low, high in kept:
-                landed += high - low
-        for node, _, _ in path:
-            node.copies[HOST].used = tree.now
-        return landed
-
-    def _land_closed(self, transfer: Transfer, where: Ranges, path: Cover) -> Ranges:
-        """Host copies of closed groups: the first pages of each node. A gap before them becomes a node of its own."""
-        tree = self.tree
-        if len(path) == 1 and len(where) == 1 and path[0][0].start + path[0][0].copies[HOST].count == where[0][0]:
-            for g in tree.closed:
-                tree.tiers[HOST].pools[g].hand(transfer.came[g], FLIGHT, TREE)
-            tree.closed_pages.put(path[0][0], HOST, transfer.came)
-            return where
-        kept: Ranges = []
-        for low, high in where:
-            whole = low == transfer.first and high == transfer.last
-            for node, first, last in path if whole else tree.cover(transfer.node, low, high):
-                copy = node.copies[HOST]
-                a, b = node.start + first, node.start + last
-                if copy.count > first:
-                    known = min(copy.count, last)
-                    self.ledger.free_columns(transfer, a, node.start + known)
-                    if known == last:
-                        continue
-                    a = node.start + known
-                elif copy.count < first:
-                    tree.split(node, first)
-                here = [(a, b)]
-                came = {g: picked(transfer.ranges[g], transfer.came[g], here) for g in tree.closed}
-                tree.closed_pages.put(node, HOST, came)
-                kept += here
-        kept.sort()
-        for g in tree.closed:
-            self.ledger.tree_owns(transfer, g, kept)
-        return kept
 
 
 def _put_down(g: int, column: int, ids: bytes, where: dict[int, Ranges], sources: dict[tuple[int, int], bytes]) -> None:

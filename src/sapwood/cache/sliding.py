@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .announce import tell_removed
-from .pool import TREE, Ids
+from .page_ids import HOLE, Ids, PageIds, Ranges, as_ids, lengthened, runs_of
+from .pool import FLIGHT, TREE
+from .readers import unread_columns
 
 if TYPE_CHECKING:
     from .node import Copy, Node
+    from .transfer import Transfer
     from .tree import Tree
 
 
@@ -47,6 +50,51 @@ class SlidingPages:
         if reads is not None:
             del reads[keep:]
 
+    def fill(self, node: Node, tier: int, low: int, ids: PageIds) -> Ranges:
+        """Put pages into the holes of `node` from its column `low` on; a hole among them is none. Returns the columns,
+        from its start, that took theirs. The caller moves those to the tree."""
+        g, copy, high = self.g, node.copies[tier], low + len(ids) // 4
+        pages = copy.pages[g] = lengthened(copy.pages[g], low)
+        if HOLE in ids or any(pages[4 * low : 4 * high]):
+            pages = copy.pages[g] = lengthened(pages, high)
+            there, mine = np.frombuffer(pages, np.int32)[low:high], as_ids(ids)
+            new = (there == 0) & (mine != 0)
+            there[new] = mine[new]
+            filled = [(low + first, low + last) for first, last in runs_of(new)]
+        else:
+            pages[4 * low : 4 * high] = ids
+            filled = [(low, high)]
+        tier_here = self.tree.tiers[tier]
+        for first, last in filled:
+            tier_here.pools[g].idle += unread_columns(copy, g, first, last)
+        tier_here.queues[g].add(node, copy)
+        return filled
+
+    def land(self, transfer: Transfer, g: int) -> Ranges:
+        """What came fills the holes of the path, and is freed where one was filled meanwhile. Returns the columns of
+        the path that took theirs."""
+        tree, tier = self.tree, transfer.tier
+        pool, raw = tree.tiers[tier].pools[g], transfer.came[g]
+        kept: Ranges = []
+        for begin, end in transfer.ranges[g]:
+            for node, low, high in tree.cover(transfer.node, begin, end):
+                column = node.start + low
+                ids = raw[4 * (column - begin) : 4 * (column - begin + high - low)]
+                filled = self.fill(node, tier, low, ids)
+                if filled == [(low, high)]:
+                    pool.move(ids, FLIGHT, TREE)
+                    kept.append((column, column + high - low))
+                    continue
+                used = np.zeros(high - low, np.bool_)
+                for first, last in filled:
+                    used[first - low : last - low] = True
+                    kept.append((node.start + first, node.start + last))
+                pool.move(as_ids(ids)[used].tobytes(), FLIGHT, TREE)
+                pool.release(as_ids(ids)[~used].tobytes(), FLIGHT)
+            raw = raw[4 * (end - begin) :]
+        kept.sort()
+        return kept
+
     def drop(self, node: Node, tier: int, columns: range | Ids) -> int:
         """Free pages of `node`, by columns from its start; they become holes. Nothing may read them. Returns how many
         there were."""
@@ -65,7 +113,7 @@ class SlidingPages:
         pool = tree.tiers[tier].pools[g]
         ids = pages[at]
         pages[at] = 0
-        pool.release(ids, TREE)
+        pool.release(ids.tobytes(), TREE)
         pool.idle -= len(ids)
         tree.count_evicted(node, tier, g, len(ids))
         tree.version += 1
@@ -76,9 +124,6 @@ class SlidingPages:
         copy = node.copies[tier]
         if copy.pages[self.g]:
             self.tree.tiers[tier].queues[self.g].add(node, copy)
-
-    def has_any(self, copy: Copy) -> bool:
-        return bool(copy.pages[self.g])
 
     def ids(self, copy: Copy, g: int) -> Ids:
         ids = np.frombuffer(bytes(copy.pages[g] or b""), np.int32)

@@ -12,10 +12,12 @@ import numpy as np
 
 from .announce import tell_removed
 from .eviction import EvictionOrder
-from .pool import FLIGHT, TREE, Ids
+from .page_ids import Ids, Ranges, one
+from .pool import FLIGHT, TREE
 
 if TYPE_CHECKING:
     from .node import Copy, Node
+    from .transfer import Transfer
     from .tree import Tree
 
 
@@ -45,18 +47,29 @@ class Snapshots:
         if not slots:
             copy.pages[g] = {depth: slot}
         elif depth in slots:
-            pool.release_one(slot, FLIGHT)
+            pool.release(one(slot), FLIGHT)
             return False
         else:
             in_order = next(reversed(slots)) < depth
             slots[depth] = slot
             if not in_order:
                 copy.pages[g] = dict(sorted(slots.items()))
-        pool.move_one(slot, FLIGHT, TREE)
+        pool.move(one(slot), FLIGHT, TREE)
         pool.idle += 1
         self.use(copy, depth)
         self.tree.tiers[tier].queues[g].add(node, copy)
         return True
+
+    def land(self, transfer: Transfer, g: int) -> Ranges:
+        """The snapshots that came stand where they belong, if none does there. Returns behind which pages they do."""
+        kept: Ranges = []
+        slots = iter(memoryview(transfer.came[g]).cast("i"))
+        for low, high in transfer.ranges[g]:
+            for depth in range(low + 1, high + 1):
+                node = self.tree.node_at(transfer.node, depth)
+                if self.put(node, transfer.tier, g, depth, next(slots)):
+                    kept.append((depth - 1, depth))
+        return kept
 
     def use(self, copy: Copy, depth: int) -> None:
         """The snapshot at `depth` is used now."""
@@ -77,7 +90,7 @@ class Snapshots:
                 tree.sliding_pages[sliding].enqueue(node, tier)
         if tree.announcing and g == tree.announced_group:
             tell_removed(tree, node, tier, range(depth - node.start - 1, depth - node.start))
-        tree.tiers[tier].pools[g].release_one(slot, TREE)
+        tree.tiers[tier].pools[g].release(one(slot), TREE)
         tree.tiers[tier].pools[g].idle -= 1
         tree.version += 1
 
@@ -87,9 +100,6 @@ class Snapshots:
             for depth in [depth for depth in node.copies[tier].pages[g] or () if depth > node.start + keep]:
                 self.drop(node, tier, g, depth)
                 self.tree.count_evicted(node, tier, g, 1)
-
-    def has_any(self, copy: Copy) -> bool:
-        return any(copy.pages[g] for g in self.tree.slots)
 
     def ids(self, copy: Copy, g: int) -> Ids:
         return np.array([*(copy.pages[g] or {}).values()], np.int32)

@@ -6,17 +6,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from .checkpoints import Checkpoints
 from .flight import StepInFlight, unmark, withdraw
 from .follow import Follower
 from .group import DEVICE
 from .lease import Lease, PinHolder, Span, hold
-from .pool import FLIGHT, LEASE, Ids
+from .page_ids import PageIds, one
+from .pool import FLIGHT, LEASE
 from .publish import Publisher, Replaced
 from .readers import unread
-from .runs import HOLE
 from .tree import Tree
 
 
@@ -106,14 +104,13 @@ class StepCommits:
 
     def _keep_promises(self, flight: StepInFlight) -> None:
         tree, publisher = self.tree, self.publisher
-        plain, promises = publisher.plain, flight.promises
+        promises = flight.promises
         flight.promises = []
         for promise in promises:
             if not promise.lease.root.attached:
                 continue
             unmark(tree, promise)
-            if not plain:
-                publisher.became_real(promise.lease, promise.node, promise.first, promise.last, promise.fills)
+            publisher.became_real(promise.lease, promise.node, promise.first, promise.last, promise.fills)
         tree.promises -= len(promises)
         for promise in promises:
             if promise.duplicates:
@@ -150,12 +147,12 @@ class StepCommits:
             tree.pin(promise.node, DEVICE)
             unmark(tree, promise)
         fallen = self._fall_back_all(step, held)
-        freed: list[tuple[int, Ids]] = held.freed if held is not None else []
+        freed: list[tuple[int, PageIds]] = held.freed if held is not None else []
         for promise in reversed(promises):
             withdraw(tree, promise, freed)
         for flight in doomed:
             for snapshot in flight.snapshots:
-                freed += [(g, np.array([slot], np.int32)) for g, slot in snapshot.slots.items()]
+                freed += [(g, one(slot)) for g, slot in snapshot.slots.items()]
             tree.promises -= len(flight.promises)
             flight.promises, flight.snapshots = [], []
         for promise in promises:
@@ -178,7 +175,7 @@ class StepCommits:
             holder.let_go(self.tree)
         self._free(flight.freed)
 
-    def _free(self, freed: list[tuple[int, Ids]]) -> None:
+    def _free(self, freed: list[tuple[int, PageIds]]) -> None:
         for g, ids in freed:
             self.tree.device.pools[g].release(ids, FLIGHT)
 
@@ -205,7 +202,7 @@ class StepCommits:
         """The lease keeps its pages below `page`. What it lets go of stays in flight while a step may touch it."""
         tree = self.tree
         owner = FLIGHT if lease.ended else LEASE
-        freed = [(g, self._private_from(lease, g, page)) for g in tree.paged]
+        freed = [(g, lease.private(g, page)) for g in tree.paged]
         for g, ids in freed:
             tree.device.pools[g].move(ids, owner, FLIGHT)
         if lease.detached:
@@ -224,11 +221,6 @@ class StepCommits:
             held.freed += freed
         else:
             self._free(freed)
-
-    def _private_from(self, lease: Lease, g: int, page: int) -> Ids:
-        ids = lease.table(g)[max(lease.upto[g], page) :]
-        mine = [p for (group, column), p in lease.own.items() if group == g and column >= page]
-        return np.concatenate([ids[ids != 0], np.array(mine, np.int32)])
 
     def _stop_reading(self, lease: Lease, pages: dict[tuple[int, int], bytes], held: StepInFlight | None) -> None:
         """A detached lease reads these pages no more; a doomed step may, and keeps them until it is over."""
@@ -323,27 +315,23 @@ class StepCommits:
         for g in tree.paged:
             tree.device.pools[g].move(lease.private(g), LEASE, FLIGHT)
         for g, slot in lease.working.items():
-            tree.device.pools[g].move(np.array([slot], np.int32), LEASE, FLIGHT)
+            tree.device.pools[g].move(one(slot), LEASE, FLIGHT)
         self.flights[max(steps)].ended.append(lease)
 
     def _drop(self, lease: Lease, owner: int) -> None:
         tree = self.tree
         for g in tree.paged:
-            mine = lease.tables[g][4 * lease.upto[g] :]
-            if lease.own or HOLE in mine:
-                tree.device.pools[g].release(lease.private(g), owner)
-            elif mine:
-                tree.device.pools[g].give(mine, owner)
+            tree.device.pools[g].release(lease.private(g), owner)
         if lease.working:
             for g, slot in lease.working.items():
-                tree.device.pools[g].release_one(slot, owner)
+                tree.device.pools[g].release(one(slot), owner)
         if lease.start_snapshot:
             self.follower.release_snapshot(lease)
         if lease.source is not None:
             lease.source.let_go(tree)
         if lease.detached:
             for g in tree.paged:
-                tree.device.pools[g].unread(lease.adopted(g)[1])
+                tree.device.pools[g].unread_unhooked(lease.adopted(g)[1].tobytes())
         elif lease.counted:
             for g in tree.sliding:
                 for low, high in lease.reading(g):

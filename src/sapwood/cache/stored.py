@@ -20,13 +20,13 @@ from .hashes import chain, ensure_hashes
 from .lease import Binding, PinHolder, Span, hold
 from .namespace import Namespace
 from .node import Node, Root
+from .page_ids import Ids, Ranges, Run, as_ids, joined, present, ranges, runs_of, spread
 from .path import Path
-from .pool import FLIGHT, Ids
+from .pool import FLIGHT
 from .room import Room
-from .runs import Ranges, Run, joined, ranges, runs_of, spread
 from .save import Saves
 from .transfer import PendingTransfers, Transfer
-from .tree import Tree, as_ids
+from .tree import Tree
 
 _MOST_LATER = 256  # spans that wait for pages above them; beyond it the oldest is dropped, and counted
 _TRIED_AGAIN = 4  # of them, whatever has been saved: a fetch may have brought what they wait for
@@ -131,7 +131,7 @@ class StoreFetches:
             self.ledger.counts["fetches_skipped"] += 1
             return None
         targets = {
-            g: as_ids(spread(spans, tree.tiers[HOST].pools[g].take(need[g], FLIGHT), first, last))
+            g: as_ids(spread(spans, tree.tiers[HOST].pools[g].allocate(need[g], FLIGHT), first, last))
             for g, spans in where.items()
         }
         op = self.ledger.number()
@@ -189,7 +189,7 @@ class StoreFetches:
         end = self._landable(fetch, first + pages) if ok else first
         for g, targets in fetch.targets.items():
             rest = targets[end - first :]
-            self.tree.tiers[HOST].pools[g].release(rest[rest != 0], FLIGHT)
+            self.tree.tiers[HOST].pools[g].release(present(rest.tobytes()), FLIGHT)
         landed = self._land(fetch, end) if end > first else 0
         self.ledger.counts["fetches_failed"] += not landed
         return landed > 0
@@ -220,8 +220,7 @@ class StoreFetches:
         parts = {g: (nothing, fetch.targets[g][: end - first]) for g in where}
         came = {g: targets[targets != 0].tobytes() for g, (_, targets) in parts.items()}
         transfer = Transfer(tree, fetch.op, HOST, node, (first, end), parts, where, came, (HOST,), {}, {})
-        landed = self.saves.land(transfer, tree.cover(node, first, end))
-        ledger.count(transfer, "fetched", landed)
+        landed = ledger.land(transfer, "fetched")
         transfer.let_go(tree)  # a node that nothing came for is swept now
         return landed
 

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-
 from .announce import tell_stored
+from .eviction import EvictionOrder
 from .group import HOST
 from .lease import Lease, PinHolder, read_held
 from .namespace import Namespace
 from .node import Node
-from .pool import FLIGHT, TREE, Ids
-from .readers import unread_columns
-from .runs import Ranges, lengthened, picked, runs_of
-from .tree import Cover, Tree, as_ids
+from .page_ids import Ids, Ranges, as_ids, pages_in, picked, runs_of
+from .pool import FLIGHT
+from .tree import Tree
 
 Parts = dict[int, tuple[Ids, Ids]]
-_new = tuple.__new__  # a NamedTuple in a third of the time
 
 
 class Operation(NamedTuple):
@@ -64,6 +61,10 @@ class Transfer(PinHolder):
         self.came = came  # by group: the pages they are moved to, one after the other
         self.waiters: list[Lease] = []
         self.after: list[Transfer] = []  # loads further down the path that arrived before this one
+
+    def came_for(self, g: int, where: Ranges) -> bytes:
+        """The pages that come for these ranges, which are some of those it moves."""
+        return picked(self.ranges[g], self.came[g], where)
 
     def covers(self, g: int, column: int) -> bool:
         return any(low <= column < high for low, high in self.ranges.get(g, ()))
@@ -108,7 +109,7 @@ class PendingTransfers:
         self.counts["saves" if transfer.tier else "loads"] += 1
         names = self.tree.groups
         pages = {names[g].name: arrays for g, arrays in transfer.parts.items()}
-        return _new(Operation, (transfer.op, transfer.root.namespace, transfer.first, pages))
+        return Operation(transfer.op, transfer.root.namespace, transfer.first, pages)
 
     def end(self, op: int, tier: int) -> Transfer:
         transfer = self.pending.get(op)
@@ -117,92 +118,31 @@ class PendingTransfers:
         del self.pending[op]
         return transfer
 
-    def count(self, transfer: Transfer, what: str, pages: int) -> None:
-        """Pages that came, of any group."""
-        self.counts[f"pages_{what}"] += pages
-        transfer.node.root.tally[f"{what}_pages"] += pages
-
     def free_targets(self, transfer: Transfer) -> None:
         for g, raw in transfer.came.items():
-            self.tree.tiers[transfer.tier].pools[g].give(raw, FLIGHT)
+            self.tree.tiers[transfer.tier].pools[g].release(raw, FLIGHT)
 
-    def free_columns(self, transfer: Transfer, low: int, high: int) -> None:
-        """Give back the targets of closed groups for pages [low, high): they are there already."""
-        for g in self.tree.closed:
-            ids = picked(transfer.ranges[g], transfer.came[g], [(low, high)])
-            self.tree.tiers[transfer.tier].pools[g].give(ids, FLIGHT)
+    def land(self, transfer: Transfer, what: str) -> int:
+        """What has come to a tier is the tree's now, or is freed where the tier has it already. Counted as `what`.
+        Returns how many pages landed; those of closed groups, which come together, count once."""
+        tree, tier, landed = self.tree, transfer.tier, 0
+        announced: Ranges = []
+        for g in transfer.ranges:
+            if g in tree.closed[1:]:
+                continue
+            kept = tree.shape_of[g].land(transfer, g)
+            landed += pages_in(kept)
+            if g == tree.announced_group:
+                announced = kept
+        for node, _, _ in tree.cover(transfer.node, transfer.first, transfer.last):
+            copy = node.copies[tier]
+            copy.used = EvictionOrder.rank(tree.now, copy.used)
+        self.counts[f"pages_{what}"] += landed
+        transfer.root.tally[f"{what}_pages"] += landed
+        self._announce(transfer.node, tier, announced)
+        return landed
 
-    def tree_owns(self, transfer: Transfer, g: int, kept: Ranges) -> None:
-        """The pages of a group that came for the ranges `kept` are the tree's now."""
-        if kept:
-            ids = picked(transfer.ranges[g], transfer.came[g], kept)
-            self.tree.tiers[transfer.tier].pools[g].hand(ids, FLIGHT, TREE)
-
-    def land_loose(self, transfer: Transfer, g: int, where: Ranges, path: Cover) -> Ranges:
-        """Put pages into the holes of a path; where one was filled meanwhile, free. Returns the filled ranges.
-        `path` is what the whole transfer covers."""
-        tree, tier = self.tree, transfer.tier
-        raw = transfer.came[g]
-        kept: Ranges = []
-        for begin, end in where:
-            whole = begin == transfer.first and end == transfer.last
-            for at, low, high in path if whole else tree.cover(transfer.node, begin, end):
-                column = at.start + low
-                ids = raw[4 * (column - begin) : 4 * (column - begin + high - low)]
-                if self._land_run(g, at, tier, low, high, ids):
-                    kept.append((column, column + high - low))
-                else:
-                    kept += self._land_in_holes(g, at, tier, low, high, as_ids(ids))
-            raw = raw[4 * (end - begin) :]
-        if len(kept) > 1:
-            kept.sort()
-        return kept
-
-    def _land_run(self, g: int, node: Node, tier: int, low: int, high: int, ids: bytes) -> bool:
-        """Put pages into [low, high) of `node`, if nothing is there."""
-        tree = self.tree
-        copy = node.copies[tier]
-        pool, pages = tree.tiers[tier].pools[g], copy.pages[g]
-        if pages is None or len(pages) < 4 * low:
-            pages = copy.pages[g] = lengthened(pages, low)
-        elif any(pages[4 * low : 4 * high]):
-            return False
-        pages[4 * low : 4 * high] = ids
-        pool.hand(ids, FLIGHT, TREE)
-        pool.idle += unread_columns(copy, g, low, high)
-        tree.tiers[tier].queues[g].add(node, copy)
-        return True
-
-    def _land_in_holes(self, g: int, node: Node, tier: int, low: int, high: int, ids: Ids) -> Ranges:
-        """`_land_run` where some are there already: those that came for them are freed. Returns where others went."""
-        tree = self.tree
-        begin, copy, pool = node.start + low, node.copies[tier], tree.tiers[tier].pools[g]
-        pages = copy.pages[g] = lengthened(copy.pages[g], high)
-        view = np.frombuffer(pages, np.int32)[low:high]
-        taken = view != 0
-        pool.release(ids[taken], FLIGHT)
-        pool.move(ids[~taken], FLIGHT, TREE)
-        view[~taken] = ids[~taken]
-        filled = runs_of(~taken)
-        for a, b in filled:
-            pool.idle += unread_columns(copy, g, low + a, low + b)
-        tree.tiers[tier].queues[g].add(node, copy)
-        return [(begin + a, begin + b) for a, b in filled]
-
-    def land_slot(self, transfer: Transfer, g: int, where: Ranges) -> Ranges:
-        tree, tier, node = self.tree, transfer.tier, transfer.node
-        kept: Ranges = []
-        at = 0
-        slots = memoryview(transfer.came[g]).cast("i")
-        for low, high in where:
-            for depth in range(low + 1, high + 1):
-                place = node if node.start < depth else tree.node_at(node, depth)
-                if tree.snapshots.put(place, tier, g, depth, slots[at]):
-                    kept.append((depth - 1, depth))
-                at += 1
-        return kept
-
-    def announce(self, node: Node, tier: int, ranges: Ranges) -> None:
+    def _announce(self, node: Node, tier: int, ranges: Ranges) -> None:
         """Tell of ranges that came, those nearest the root first, neighbours in one breath."""
         if not self.tree.announcing or not ranges:
             return

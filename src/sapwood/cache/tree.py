@@ -6,9 +6,7 @@ nothing of requests. Never recursive: a chain of a million nodes is an ordinary 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .closed import ClosedPages
 from .events import KVEvent
@@ -18,18 +16,16 @@ from .ghosts import Ghosts
 from .group import DEVICE, CacheGroup
 from .namespace import Namespace
 from .node import Copy, Node, Root
+from .page_ids import Ids, Ranges
 from .path import Path, agree
-from .pool import Ids
 from .sliding import SlidingPages
 from .snapshots import Snapshots
 from .tier import Tier
 
+if TYPE_CHECKING:
+    from .transfer import Transfer
+
 Cover = list[tuple[Node, int, int]]  # nodes of a path, deepest first, and which of their own pages are meant
-
-
-def as_ids(pages: bytes | bytearray) -> Ids:
-    """Page ids from the bytes they are kept as. A copy: a view would forbid a bytearray to grow."""
-    return np.frombuffer(bytes(pages), np.int32)
 
 
 class Shape(Protocol):
@@ -38,11 +34,12 @@ class Shape(Protocol):
     def split(self, upper: Node, lower: Node, tier: int) -> None:
         """A node has been cut: `upper` takes what stands in it. `lower.copies[tier]` still has all of it."""
 
+    def land(self, transfer: Transfer, g: int) -> Ranges:
+        """Take what a transfer brings of group `g` (of all closed groups at once), or free it where the tier has that
+        already. Returns the columns that took theirs."""
+
     def free_from(self, node: Node, tier: int, keep: int) -> None:
         """Free what `node` has in a tier behind its page `keep`. Nothing may read it."""
-
-    def has_any(self, copy: Copy) -> bool:
-        """Whether there is anything of it in a copy."""
 
     def ids(self, copy: Copy, g: int) -> Ids:
         """The pages or slots of group `g` in a copy."""
@@ -322,7 +319,7 @@ class Tree:
         """Take a node without children out of the tree, with whatever it still has."""
         parent = node.parent
         assert parent is not None and not node.children
-        if any(shape.has_any(copy) for shape in self.shapes for copy in node.copies):
+        if any([any(copy.pages) for copy in node.copies]):  # noqa: C419  (a list: it is asked of every leaf that goes)
             self.ghosts.remember(node, 0, self)
         self._free_from(node, 0)
         del parent.children[bytes(node.edge[: self.page_bytes])]

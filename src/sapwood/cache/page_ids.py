@@ -1,17 +1,57 @@
-"""Runs of pages: columns of a path that follow each other, and the ids of their pages as bytes. Knows no tree."""
+"""Page ids by column, in the one form that tables, nodes and pools share: the bytes of int32, 0 is a hole.
+
+And runs: columns that follow each other. Nothing here knows a tree.
+"""
 
 from __future__ import annotations
 
+from struct import Struct
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from .pool import Ids
-
+Ids = npt.NDArray[np.int32]
+PageIds = bytes | bytearray
 HOLE = bytes(4)  # a page id of 0
 Ranges = list[tuple[int, int]]
-Run = tuple[int, bytes | bytearray]  # a column, and the ids of the pages from there on
+Run = tuple[int, PageIds]  # a column, and the ids of the pages from there on
+_ONE = Struct("<i")
+
+
+def one(page: int) -> bytes:
+    """A single id."""
+    return _ONE.pack(page)
+
+
+def first_of(ids: PageIds) -> int:
+    """The first id, which is there."""
+    page: int = _ONE.unpack_from(ids)[0]
+    return page
+
+
+def page_at(ids: PageIds | None, column: int) -> int:
+    """The id at `column`; 0 where there is a hole, or nothing any more."""
+    return int.from_bytes(ids[4 * column : 4 * column + 4], "little") if ids else 0
+
+
+def as_ids(ids: PageIds) -> Ids:
+    """As an array. A copy: a view would forbid a bytearray to grow."""
+    return np.frombuffer(bytes(ids), np.int32)
+
+
+def has_hole(ids: PageIds) -> bool:
+    # Four zero bytes in a row are a hole, or belong to two ids beside each other: only then look closer.
+    return HOLE in ids and 0 in memoryview(ids).cast("i").tolist()
+
+
+def present(ids: PageIds) -> PageIds:
+    """The ids without the holes."""
+    if HOLE not in ids:
+        return ids
+    found = as_ids(ids)
+    left: bytes = found[found != 0].tobytes()
+    return left
 
 
 def runs(columns: Ids) -> Ranges:
@@ -56,13 +96,6 @@ def ranges(pieces: list[Run]) -> Ranges:
     return where
 
 
-def present(raw: bytes | bytearray) -> Ids:
-    """The ids in `raw` without the holes."""
-    ids = np.frombuffer(bytes(raw), np.int32)
-    # Four zero bytes in a row are a hole, or two ids beside each other: only then look closer.
-    return ids[ids != 0] if HOLE in raw else ids
-
-
 def joined(pieces: list[Run]) -> bytes:
     """The ids of `pieces`, one after the other."""
     return bytes(pieces[0][1]) if len(pieces) == 1 else b"".join([ids for _, ids in pieces])
@@ -83,7 +116,7 @@ def picked(where: Ranges, ids: bytes, wanted: Ranges) -> bytes:
     return b"".join(parts)
 
 
-def spread(where: Ranges, ids: bytes | bytearray, first: int, last: int) -> bytes | bytearray:
+def spread(where: Ranges, ids: PageIds, first: int, last: int) -> PageIds:
     """`ids` in their ranges of the pages [first, last), 0 elsewhere."""
     if len(ids) == 4 * (last - first):
         return ids
