@@ -101,7 +101,7 @@ def test_l02_every_path_uses_the_requests_own_namespace(layout):
     request reads, publishes, saves and loads under its own namespace, while others do the same with the same tokens.
 
     Mutation: `Follower.adopt` (later chunks) walks the first root it finds; or `PendingTransfers.begin` names the
-    default namespace in its operation; or `tell_stored` does in its event.
+    default namespace in its operation; or `announce_stored` does in its event.
     """
     engine = engine_of(*LAYOUTS[layout](), save="through", events=True, every=1)
     prompt = toks(1, 13)

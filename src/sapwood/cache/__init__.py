@@ -2,12 +2,12 @@
 
 from .admission import Reserve
 from .begins import NEAR_TOKENS
+from .contents import held_events
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from .explain import Explanation
 from .facade import HybridPrefixCache
 from .families import Family, register_family
 from .group import CacheGroup, validate_groups, whole_number
-from .held import held_events
 from .host_pins import PinnedOnHost
 from .lease import Binding, Lease, Match, PageCopy, Span
 from .load import Landed

@@ -259,7 +259,7 @@ class Admission:
                 return None
         start = match.start
         cuts = tuple(cut for cut in {match.depth, (match.length - 1) // tree.page_size} if cut)
-        match = match._replace(boundary=0, start=0, cached=0, cuts=tuple(sorted(cuts)), sibling=None)
+        match = match._replace(boundary=0, start=0, cuts=tuple(sorted(cuts)), sibling=None)
         first = min([upto - start, *(cut * tree.page_size for cut in match.cuts)])
         return self.admit(match, max(1, first), keep)
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .group import DEVICE, HOST, TIERS
-from .hashes import chain
+from .hashes import DIGEST_BYTES, chain, count_of, is_hashed, last_digest
 from .host_pins import HostPins
 from .lease import Lease, PinHolder
 from .load import Loads
@@ -143,7 +143,7 @@ class _Check:
         assert something or node.children or held, f"{at}: has nothing and is held by nobody"
         assert not node.promised or node.copies[DEVICE].holds, f"{at}: promised, and nobody holds it"
         if node.hashes is not None:
-            assert len(node.hashes) % 32 == 0 and len(node.hashes) <= 32 * node.n, f"{at}: too many hashes"
+            assert len(node.hashes) % DIGEST_BYTES == 0 and count_of(node.hashes) <= node.n, f"{at}: too many hashes"
             self._hashes(node)
 
     def _hashes(self, node: Node) -> None:
@@ -151,10 +151,10 @@ class _Check:
         parent = node.parent
         if node.n > _HASHED_PAGES or parent is None or (parent.parent is not None and parent.hashes is None):
             return
-        before = bytes(parent.hashes[-32:]) if parent.hashes else node.root.digest
-        if parent.hashes and len(parent.hashes) != 32 * parent.n:
+        before = last_digest(parent.hashes) if parent.hashes else node.root.digest
+        if parent.hashes and not is_hashed(parent):
             return
-        known = len(node.hashes) // 32 * self.tree.page_bytes
+        known = count_of(node.hashes) * self.tree.page_bytes
         right = chain(before, bytes(node.edge[:known]), self.tree.page_bytes)
         assert right == node.hashes, f"{self._at(node)}: wrong hashes"
 

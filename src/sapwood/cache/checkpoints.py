@@ -10,13 +10,11 @@ from .flight import Snapshot, StepInFlight
 from .follow import Follower
 from .group import DEVICE
 from .lease import Lease, PageCopy
-from .page_ids import first_of, one
+from .page_ids import first_of, one, page_at
 from .pool import FLIGHT, LEASE
 from .publish import Publisher
 from .room import Room
 from .tree import Tree
-
-_new = tuple.__new__  # a NamedTuple in a third of the time
 
 
 class Checkpoints:
@@ -42,8 +40,8 @@ class Checkpoints:
         lease.opened = True
         copies = []
         for g in tree.slots:
-            copy = tree.groups[g].name, lease.start_snapshot.get(g, 0), lease.working[g], tree.page_size, "before"
-            copies.append(_new(PageCopy, copy))
+            source, target = lease.start_snapshot.get(g, 0), lease.working[g]
+            copies.append(PageCopy(tree.groups[g].name, source, target, tree.page_size, "before"))
         if lease.start_snapshot:
             lease.opened_at = flight.step
             flight.opened.append(lease)
@@ -51,7 +49,7 @@ class Checkpoints:
             for (_, g), page in lease.source.pages.items():
                 if lease.upto[g] > lease.boundary:
                     continue  # the tree has this page by now
-                source, target = int.from_bytes(page, "little"), int(lease.table(g)[lease.boundary])
+                source, target = first_of(page), page_at(lease.tables[g], lease.boundary)
                 copies.append(PageCopy(tree.groups[g].name, source, target, lease.copied, "before"))
             flight.holders.append(lease.source)
             lease.source, lease.copied_at = None, flight.step
@@ -70,8 +68,8 @@ class Checkpoints:
         slots, copies = {}, []
         for g in tree.slots:
             slot = slots[g] = first_of(tree.device.pools[g].allocate(1, FLIGHT))
-            copies.append(_new(PageCopy, (tree.groups[g].name, lease.working[g], slot, tree.page_size, "after")))
-        flight.snapshots.append(_new(Snapshot, (lease, page, slots, rolling)))
+            copies.append(PageCopy(tree.groups[g].name, lease.working[g], slot, tree.page_size, "after"))
+        flight.snapshots.append(Snapshot(lease, page, slots, rolling))
         self.counts["checkpoints"] += 1
         return copies
 

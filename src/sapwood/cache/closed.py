@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .announce import tell_removed
+from .events import announce_removed
 from .group import DEVICE, HOST
 from .page_ids import Ids, Ranges, as_ids
 from .pool import FLIGHT, TREE
@@ -89,7 +89,7 @@ class ClosedPages:
         if n <= 0:
             return
         if tree.announcing and tree.announced_group in tree.closed:
-            tell_removed(tree, node, tier, range(keep, copy.count))
+            announce_removed(tree, node, tier, range(keep, copy.count))
         for g in tree.closed:
             pages = copy.pages[g]
             tree.tiers[tier].pools[g].release(pages[4 * keep :], TREE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .announce import announced, tell_removed
+from .events import announce_removed, announced
 from .flight import note_promises
 from .lease import Lease
 from .node import Node, Root
@@ -35,7 +35,7 @@ def detach_namespace(tree: Tree, root: Root, silently: bool) -> None:
     for node in reversed(below):
         for t, copy in enumerate(node.copies):
             if tree.announcing and not silently:
-                tell_removed(tree, node, t, announced(tree, node, t))
+                announce_removed(tree, node, t, announced(tree, node, t))
             if not copy.holds:
                 tree.tiers[t].leaves.evictable -= copy.count
             for g in tree.sliding:  # from now on the readers of these pages are counted by page

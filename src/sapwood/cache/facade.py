@@ -19,18 +19,18 @@ from . import check as checking
 from . import explain as explaining
 from .admission import NOTHING_KEPT, Admission, Reserve
 from .checkpoints import Checkpoints
+from .contents import outline
 from .detach import detach_namespace
 from .events import AllBlocksCleared, KVEvent
 from .explain import Explanation
 from .follow import Follower
 from .group import DEVICE, HOST, TIERS, CacheGroup, validate_groups, whole_number
-from .hashes import chain
+from .hashes import chain, divided
 from .host_pins import HostPins, PinnedOnHost
 from .lease import Binding, Lease, Match, PageCopy, Span
 from .load import Landed, Loads
 from .match import Matcher
 from .namespace import Namespace
-from .outline import outline
 from .page_ids import Ids, runs
 from .pool import OWNERS, PagePool
 from .publish import Publisher
@@ -597,7 +597,7 @@ class HybridPrefixCache:
         raw = self._raw(tokens)
         whole = len(raw) // self._tree.page_bytes * self._tree.page_bytes
         digests = chain(self._space(namespace).digest(), raw[:whole], self._tree.page_bytes)
-        return [bytes(digests[at : at + 32]) for at in range(0, len(digests), 32)]
+        return divided(digests)
 
     def drain_events(self) -> list[KVEvent]:
         """The KV events since the last call, in order."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .announce import tell_removed
+from .events import announce_removed
 from .group import DEVICE, HOST
 from .lease import Lease, PinHolder
 from .node import Node
@@ -160,7 +160,7 @@ def _lose_below(tree: Tree, node: Node, freed: list[tuple[int, PageIds]]) -> Non
         stack += [child for child in at.children.values() if child.copies[DEVICE].count]
     for at in reversed(below):
         if tree.announcing and tree.announced_group in tree.closed:
-            tell_removed(tree, at, DEVICE, range(at.n))
+            announce_removed(tree, at, DEVICE, range(at.n))
         _lose_device(tree, at, freed)
         tree.sweep(at)
 

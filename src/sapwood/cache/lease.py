@@ -86,18 +86,22 @@ class Match(NamedTuple):
     `lease.start` may be another than `start`."""
 
     boundary: int  # pages every group can serve
-    start: int  # the first token to compute
-    cached: int  # prompt tokens that need not be computed
+    start: int  # the first token to compute: those before it are cached
     depth: int  # pages closed groups have, often more
-    cuts: tuple[int, ...]  # page ends at which to cut a chunk and checkpoint
-    pending: int  # a deeper boundary that another request has promised a snapshot for, or 0
-    length: int
-    reason: str  # why it is not more (DESIGN 4.14), cheaply found
+    reason: str  # why it is not more, as far as that is cheaply found
     binding: Binding
     tokens: bytes
+    length: int  # of the prompt, in tokens
     path: Path
-    sibling: Sibling | None
-    version: int
+    version: int  # of the tree: what was found then
+    sibling: Sibling | None = None
+    cuts: tuple[int, ...] = ()  # page ends at which to cut a chunk and checkpoint
+    pending: int = 0  # a deeper boundary that another request has promised a snapshot for, or 0
+
+    @property
+    def cached(self) -> int:
+        """Prompt tokens that need not be computed."""
+        return self.start
 
     @property
     def load(self) -> bool:

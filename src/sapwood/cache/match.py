@@ -11,7 +11,6 @@ from .node import Node, Root
 from .path import Path, agree
 from .tree import Tree
 
-_new = tuple.__new__  # a Match in a third of the time
 _NEAR_PAGES = 8  # pages: who branches where a chat went on starts from a snapshot so far before it
 _SIBLINGS = 4  # how many of the most recent siblings a copy on write looks at
 
@@ -47,48 +46,18 @@ class Matcher:
             start += sibling.tokens
         elif start >= length:
             start = length - 1
-        cuts: tuple[int, ...] = ()
-        pending = 0
-        if tree.slots:
-            cuts = self._cuts(path, boundary, depth, length)
-            pending = self._pending(root, tokens, length, boundary)
         reason = self.reason(path, boundary, limiter, length)
-        found = (
-            boundary,
-            start,
-            start,
-            depth,
-            cuts,
-            pending,
-            length,
-            reason,
-            binding,
-            tokens,
-            path,
-            sibling,
-            tree.version,
-        )
-        return _new(Match, found)
+        if not tree.slots:
+            return Match(boundary, start, depth, reason, binding, tokens, length, path, tree.version, sibling)
+        cuts, pending = self._cuts(path, boundary, depth, length), self._pending(root, tokens, length, boundary)
+        return Match(boundary, start, depth, reason, binding, tokens, length, path, tree.version, None, cuts, pending)
 
     def nothing(self, binding: Binding, tokens: bytes, length: int, reason: str) -> Match:
         """A match that adopts nothing."""
         tree = self.tree
         path = Path(tree, binding._root, [], 0)
-        return Match(
-            0,
-            0,
-            0,
-            0,
-            self._cuts(path, 0, 0, length),
-            0,
-            length,
-            reason,
-            binding,
-            tokens,
-            path,
-            None,
-            tree.version,
-        )
+        cuts = self._cuts(path, 0, 0, length)
+        return Match(0, 0, 0, reason, binding, tokens, length, path, tree.version, cuts=cuts)
 
     def boundary(self, path: Path, length: int) -> tuple[int, int]:
         """The deepest boundary every family can serve, and the group that last lowered it (-1: the tree's tokens)."""

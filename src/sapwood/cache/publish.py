@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .announce import hash_path, tell_page, tell_stored
+from .events import announce_stored
 from .flight import Fill, Promise, StepInFlight, mark, note_promises
 from .group import DEVICE, HOST
+from .hashes import hash_path
 from .lease import Lease, Span
 from .node import Node
 from .page_ids import Run, as_ids, joined, lengthened, one, page_at, ranges, runs_of
@@ -116,7 +117,7 @@ class Publisher:
                     tree.device.queues[g].add(node, copy)
             lease.depth = last
             if announcing:
-                tell_page(tree, node, page)
+                announce_stored(tree, node, DEVICE, depth, last)
             elif hashing:
                 hash_path(tree, node, depth, last)
             if host:
@@ -144,12 +145,12 @@ class Publisher:
         if tree.announcing:
             if tree.closed:
                 if first < last:
-                    tell_stored(tree, node, DEVICE, first, last)
+                    announce_stored(tree, node, DEVICE, first, last)
             else:
                 for fill in fills:
                     if fill.g == tree.announced_group:
                         for low, high in fill.where:
-                            tell_stored(tree, node, DEVICE, low, high)
+                            announce_stored(tree, node, DEVICE, low, high)
         elif tree.hashing and first < last:
             hash_path(tree, node, first, last)
         if tree.has_host:
@@ -204,7 +205,7 @@ class Publisher:
         """A snapshot of `groups` at `depth` in `node` can be used, announced if events speak of it, and saved."""
         tree = self.tree
         if tree.announcing and tree.announced_group in groups:
-            tell_stored(tree, node, DEVICE, depth - 1, depth)
+            announce_stored(tree, node, DEVICE, depth - 1, depth)
         if tree.has_host and not rolling:
             self.offer(lease, depth - 1, depth, node)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .announce import tell_removed
+from .events import announce_removed
 from .page_ids import HOLE, Ids, PageIds, Ranges, as_ids, lengthened, runs_of
 from .pool import FLIGHT, TREE
 from .readers import unread_columns
@@ -109,7 +109,7 @@ class SlidingPages:
         if not len(at):
             return 0
         if tree.announcing and g == tree.announced_group:
-            tell_removed(tree, node, tier, at)
+            announce_removed(tree, node, tier, at)
         pool = tree.tiers[tier].pools[g]
         ids = pages[at]
         pages[at] = 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .announce import tell_removed
+from .events import announce_removed
 from .eviction import EvictionOrder
 from .page_ids import Ids, Ranges, one
 from .pool import FLIGHT, TREE
@@ -89,7 +89,7 @@ class Snapshots:
             for sliding in tree.sliding:  # the window before it may stand between others now
                 tree.sliding_pages[sliding].enqueue(node, tier)
         if tree.announcing and g == tree.announced_group:
-            tell_removed(tree, node, tier, range(depth - node.start - 1, depth - node.start))
+            announce_removed(tree, node, tier, range(depth - node.start - 1, depth - node.start))
         tree.tiers[tier].pools[g].release(one(slot), TREE)
         tree.tiers[tier].pools[g].idle -= 1
         tree.version += 1

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .announce import hash_path
 from .group import DEVICE, HOST
-from .hashes import chain, ensure_hashes
+from .hashes import chain, digests_of, divided, ensure_hashes, hash_path, last_digest
 from .lease import Binding, PinHolder, Span, hold
 from .namespace import Namespace
 from .node import Node, Root
@@ -90,13 +89,12 @@ class StoreFetches:
         if first and path.depth == first:
             node = path.nodes[-1]
             upto = first - node.start
-            parent = bytes(ensure_hashes(node, upto, size)[32 * upto - 32 : 32 * upto])
+            parent = digests_of(ensure_hashes(node, upto, size), upto - 1, upto)
         else:
             parent = root.digest
             if first:
-                parent = bytes(chain(parent, tokens[: first * size], size)[-32:])
-        digests = bytes(chain(parent, tokens[first * size : last * size], size))
-        return [digests[at : at + 32] for at in range(0, len(digests), 32)]
+                parent = last_digest(chain(parent, tokens[: first * size], size))
+        return divided(chain(parent, tokens[first * size : last * size], size))
 
     def servable_run(self, start: int, there: Mapping[str, npt.NDArray[Any]]) -> int:
         """How many pages from `start` on all groups could be served, if the store had what `there` says."""
@@ -279,7 +277,8 @@ class StoreFetches:
         self.backups[op] = hold(tree, anchor, (HOST,), (first, last), held, spans)
         self.ledger.counts["backups"] += 1
         pages = {tree.groups[g].name: as_ids(spread(where[g], ids, first, last)) for (_, g), ids in held.items()}
-        return [StoreOperation(op, node.root.namespace, first, self._hashes_on(anchor, first, last), pages)]
+        hashes = divided(hash_path(tree, anchor, first, last))
+        return [StoreOperation(op, node.root.namespace, first, hashes, pages)]
 
     def backup_done(self, op: int, ok: bool) -> Span | None:
         holder = self.backups.pop(op, None)
@@ -319,12 +318,6 @@ class StoreFetches:
                 for a, b in runs_of(ids):
                     pieces.append((begin + a, ids[a:b].tobytes()))
         return {g: pieces for g, pieces in found.items() if pieces}
-
-    def _hashes_on(self, node: Node, first: int, last: int) -> list[bytes]:
-        hash_path(self.tree, node, first, last)
-        parts = reversed(self.tree.cover(node, first, last))
-        digests = b"".join([bytes(at.hashes or b"")[32 * low : 32 * high] for at, low, high in parts])
-        return [digests[at : at + 32] for at in range(0, len(digests), 32)]
 
 
 def _fills(span: Span, later: _Later) -> bool:

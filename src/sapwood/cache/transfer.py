@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .announce import tell_stored
+from .events import announce_stored
 from .eviction import EvictionOrder
 from .group import HOST
 from .lease import Lease, PinHolder, read_held
@@ -150,10 +150,10 @@ class PendingTransfers:
         first, last = ranges[0]
         for low, high in ranges[1:]:
             if low != last:
-                tell_stored(self.tree, node, tier, first, last)
+                announce_stored(self.tree, node, tier, first, last)
                 first = low
             last = high
-        tell_stored(self.tree, node, tier, first, last)
+        announce_stored(self.tree, node, tier, first, last)
 
 
 def host_runs(tree: Tree, node: Node, g: int, spans: Ranges) -> Ranges:

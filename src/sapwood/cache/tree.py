@@ -14,6 +14,7 @@ from .eviction import EvictionOrder
 from .families import Family, family_class
 from .ghosts import Ghosts
 from .group import DEVICE, CacheGroup
+from .hashes import DIGEST_BYTES
 from .namespace import Namespace
 from .node import Copy, Node, Root
 from .page_ids import Ids, Ranges
@@ -181,7 +182,7 @@ class Tree:
         if node.prompt_end <= node.start:
             upper.prompt_end, node.prompt_end = node.prompt_end, 0
         if node.hashes is not None:
-            upper.hashes, node.hashes = node.hashes[: 32 * k], node.hashes[32 * k :]
+            upper.hashes, node.hashes = node.hashes[: DIGEST_BYTES * k], node.hashes[DIGEST_BYTES * k :]
         for tier, (top, low) in enumerate(zip(upper.copies, node.copies, strict=True)):
             top.used, top.holds = low.used, 1 if low.holds else 0
             for shape in self.shapes:
@@ -367,7 +368,7 @@ class Tree:
         node.n = keep
         node.crc = None
         if node.hashes is not None:
-            del node.hashes[32 * keep :]
+            del node.hashes[DIGEST_BYTES * keep :]
         self.version += 1
 
     def _free_from(self, node: Node, keep: int) -> None:
