@@ -16,7 +16,6 @@ from .page_ids import HOLE, Ids, first_of, one, page_at
 from .path import Path
 from .pool import FLIGHT, LEASE, UNHOOKED
 from .readers import count_all, idle_in, use
-from .room import Room
 from .transfer import Operation, Transfer
 from .tree import Tree
 
@@ -50,9 +49,8 @@ _NO_SLOTS: dict[int, int] = {}
 class Admission:
     """Where requests come in."""
 
-    def __init__(self, tree: Tree, room: Room, loads: Loads) -> None:
+    def __init__(self, tree: Tree, loads: Loads) -> None:
         self.tree = tree
-        self.room = room
         self.loads = loads
 
     def wish(self, match: Match, upto: int) -> Demand:
@@ -177,27 +175,28 @@ class Admission:
 
     def admit(self, match: Match, upto: int, keep: Reserve) -> tuple[Lease, Operation | None] | None:
         """A lease on everything `match` promised, with private pages up to token `upto`; or None, nothing changed."""
-        tree, room = self.tree, self.room
+        tree = self.tree
+        device = tree.device
         wish = self.wish(match, upto)
         need = wish.need if keep is NOTHING_KEPT else self._ahead(wish, upto, keep)
         sibling = match.sibling
-        fits = room.has(DEVICE, need)
+        fits = device.has_free(need)
         if not fits:
             less = self._less(match, wish, need)
-            if not room.can_make(DEVICE, need, less):
+            if not device.can_make(need, less):
                 fewer = self._shrunk(match, wish, upto, keep, less)
                 return self.admit(match, fewer, keep) if fewer else None
             if sibling is not None:
                 extra = self._sibling_cost(sibling)
-                if not room.can_make(DEVICE, need, {g: n + extra[g] for g, n in less.items()}):
+                if not device.can_make(need, {g: n + extra[g] for g, n in less.items()}):
                     sibling = None
         lease, nodes = self._anchored(match, wish.depth)
         self._read(lease, match, wish)
         if sibling is not None:
             self._hold_sibling(lease, sibling)
         if not fits:  # everything it reads is held: what is evicted now is not its own
-            room.make(DEVICE, wish.need)
-        pools, operation = tree.device.pools, None
+            device.make(wish.need)
+        pools, operation = device.pools, None
         for g in tree.slots:
             slot = lease.working[g] = first_of(pools[g].allocate(1, LEASE))
             lease.tables[g] = bytearray(one(slot))
@@ -243,7 +242,7 @@ class Admission:
         tree, size = self.tree, self.tree.page_size
         fewer = upto
         for g in tree.sliding:
-            there = self.room.available(DEVICE, g) - less.get(g, 0) - keep.rows
+            there = self.tree.device.available(g) - less.get(g, 0) - keep.rows
             fewer = min(fewer, (len(wish.tables[g]) // 4 + there) * size)
         return fewer if match.start + keep.least <= fewer < upto else 0
 
@@ -327,20 +326,47 @@ class Admission:
             lease.upto[g] = lease.depth
         lease.wanted = {}
 
-    def extend(self, lease: Lease, need: dict[int, int]) -> None:
-        """Give the lease so many more private pages of each group. The room is there."""
-        pools = self.tree.device.pools
-        for g, n in need.items():
-            lease.tables[g] += pools[g].allocate(n, LEASE)
+    # ---- more pages
 
-    def extend_rows(self, leases: Sequence[Lease]) -> dict[str, bytes]:
-        """Give each of these leases one more page of every group; by group, the ids. The room is there."""
-        tree, grown = self.tree, {}
+    def growable(self, lease: Lease, upto: int) -> int:
+        """Up to which token, at most `upto`, every group could give pages now."""
+        tree, size = self.tree, self.tree.page_size
         for g in tree.paged:
-            raw = grown[tree.groups[g].name] = tree.device.pools[g].allocate(len(leases), LEASE)
-            for at, lease in zip(range(0, len(raw), 4), leases, strict=True):
-                lease.tables[g] += raw[at : at + 4]
+            have = len(lease.tables[g]) // 4
+            if (have + tree.device.pools[g].free) * size < upto:  # else it need not be asked what could go
+                upto = min(upto, (have + tree.device.available(g)) * size)
+        return upto
+
+    def grow(self, lease: Lease, upto: int) -> bool:
+        """Private pages for the tokens up to `upto`, in every group or (False, nothing changed) in none."""
+        device, columns = self.tree.device, -(-upto // self.tree.page_size)
+        need = {g: more for g in self.tree.paged if (more := columns - len(lease.tables[g]) // 4) > 0}
+        if not device.try_make(need):
+            return False
+        for g, n in need.items():
+            lease.tables[g] += device.pools[g].allocate(n, LEASE)
+        return True
+
+    def grow_rows(self, leases: Sequence[Lease]) -> dict[str, bytes] | None:
+        """One more page of every group of pages for each of these leases; by group, the new ids. None if there is no
+        room."""
+        tree, grown = self.tree, {}
+        if not tree.device.try_make(dict.fromkeys(tree.paged, len(leases))):
+            return None
+        for g in tree.paged:
+            ids = grown[tree.groups[g].name] = tree.device.pools[g].allocate(len(leases), LEASE)
+            for at, lease in zip(range(0, len(ids), 4), leases, strict=True):
+                lease.tables[g] += ids[at : at + 4]
         return grown
+
+    def too_long(self, tokens: int) -> str:
+        """Why a request that computes `tokens` tokens could not run even with all pages of a group; "" if it could."""
+        columns = -(-tokens // self.tree.page_size)
+        for g in self.tree.closed:
+            group = self.tree.groups[g]
+            if columns > group.device_pages:
+                return f"{tokens} tokens take {columns} pages of group {group.name!r}, which has {group.device_pages}"
+        return ""
 
     # ---- copy on write
 

@@ -12,9 +12,10 @@ from .hashes import DIGEST_BYTES, chain, count_of, is_hashed, last_digest
 from .host_pins import HostPins
 from .lease import Lease, PinHolder
 from .load import Loads
-from .node import Node, Root
+from .node import Node
 from .page_ids import Ids, Ranges, as_ids
 from .pool import FLIGHT, FREE, LEASE, TREE, UNHOOKED
+from .roots import Root
 from .steps import StepCommits
 from .stored import StoreFetches
 from .transfer import Transfer
@@ -70,7 +71,7 @@ class _Check:
                     self._holder(holder)
         self._flights()
         self._saves()
-        for transfer in [*self.loads.ledger.pending.values(), *self.loads.arrived.values()]:
+        for transfer in [*self.loads.transfers.pending.values(), *self.loads.arrived.values()]:
             for g, (_, targets) in transfer.parts.items():
                 self._own(transfer.tier, g, targets[targets != 0], FLIGHT, f"transfer {transfer.op}")
         for fetch in self.stored.fetches.values():
@@ -276,7 +277,7 @@ class _Check:
 
     def _saves(self) -> None:
         marked: dict[Node, list[Transfer]] = {}
-        for transfer in self.loads.ledger.pending.values():
+        for transfer in self.loads.transfers.pending.values():
             if transfer.tier != DEVICE and not transfer.detached:
                 for node, _, _ in self.tree.cover(transfer.node, transfer.first, transfer.last):
                     marked.setdefault(node, []).append(transfer)

@@ -13,14 +13,12 @@ from .lease import Lease, PageCopy
 from .page_ids import first_of, one, page_at
 from .pool import FLIGHT, LEASE
 from .publish import Publisher
-from .room import Room
 from .tree import Tree
 
 
 class Checkpoints:
-    def __init__(self, tree: Tree, room: Room, follower: Follower, publisher: Publisher) -> None:
+    def __init__(self, tree: Tree, follower: Follower, publisher: Publisher) -> None:
         self.tree = tree
-        self.room = room
         self.follower = follower
         self.publisher = publisher
         self.one = dict.fromkeys(tree.slots, 1)
@@ -35,8 +33,6 @@ class Checkpoints:
     def opening(self, lease: Lease, flight: StepInFlight) -> list[PageCopy]:
         """The copies that must run before the lease's next batch. Their sources are read until the step is over."""
         tree = self.tree
-        if lease.opened:
-            return []
         lease.opened = True
         copies = []
         for g in tree.slots:
@@ -61,7 +57,7 @@ class Checkpoints:
         if not tree.slots or lease.detached or not lease.writes:
             self._skip_cut(lease, page)
             return []
-        if not self.room.has(DEVICE, self.one) and not self._make_room(lease, self.one):
+        if not tree.device.has_free(self.one) and not self._make_room(lease):
             self.counts["checkpoints_skipped"] += 1
             self._skip_cut(lease, page)
             return []
@@ -73,13 +69,13 @@ class Checkpoints:
         self.counts["checkpoints"] += 1
         return copies
 
-    def _make_room(self, lease: Lease, need: dict[int, int]) -> bool:
+    def _make_room(self, lease: Lease) -> bool:
         """Evict for a checkpoint, but never the last one to make the next: that one may fail."""
         tree = self.tree
         old = self._rolling(lease)
         for g, slot in old.items():
             tree.device.pools[g].read(slot)
-        fits = self.room.made(DEVICE, need)
+        fits = tree.device.try_make(self.one)
         if old:
             self.follower.unread_slots(old, tree.node_at(lease.node, lease.rolling))
         return fits

@@ -118,6 +118,16 @@ class ClosedPages:
         if copy.count and not copy.backed_children and not copy.holds:
             self.tree.tiers[tier].leaves.add(node, copy)
 
+    def whole(self, node: Node, tier: int) -> int:
+        """To which depth of the path to `node` a tier has every page."""
+        depth, at = node.end, node
+        while at.parent is not None:
+            count = at.copies[tier].count
+            if count < at.n:
+                depth = at.start + count
+            at = at.parent
+        return depth
+
     def ids(self, copy: Copy, g: int) -> Ids:
         return as_ids(copy.pages[g])
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from .events import KVEvent, announce_stored, announced
 from .group import DEVICE, HOST
-from .node import Node, Root
+from .node import Node
+from .roots import Root
 from .tree import Tree
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from .group import DEVICE
-from .hashes import DIGEST_BYTES, digest_before, digests_of, ensure_hashes, hash_path
+from .hashes import DIGEST_BYTES, digest_before, ensure_hashes, hash_path
 from .namespace import Namespace
 from .node import Node
 from .page_ids import Ids

@@ -10,8 +10,8 @@ import numpy as np
 
 from .match import Matcher
 from .namespace import Namespace
-from .node import Root
 from .path import Path, agree
+from .roots import Root
 from .tree import Tree
 
 _BESIDE = 64  # how many of the most recent siblings the nearest is looked for among

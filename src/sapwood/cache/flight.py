@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -13,7 +13,9 @@ from .node import Node
 from .page_ids import PageIds, Ranges, as_ids, runs_of
 from .pool import FLIGHT, TREE
 from .readers import unread_columns
-from .tree import Tree
+
+if TYPE_CHECKING:
+    from .tree import Tree
 
 
 class Fill(NamedTuple):
@@ -50,10 +52,14 @@ class Promise:
         if fills:
             self.low = min(first, *(fill.where[0][0] for fill in fills))
 
-    def covers(self, g: int, column: int, closed: bool) -> bool:
+    def ranges(self, g: int, closed: bool) -> Ranges:
+        """Which pages of group `g` it promises."""
         if closed:
-            return self.first <= column < self.last
-        return any(fill.g == g and any(low <= column < high for low, high in fill.where) for fill in self.fills)
+            return [(self.first, self.last)]
+        return [run for fill in self.fills if fill.g == g for run in fill.where]
+
+    def covers(self, g: int, column: int, closed: bool) -> bool:
+        return any(low <= column < high for low, high in self.ranges(g, closed))
 
 
 class Snapshot(NamedTuple):

@@ -11,7 +11,7 @@ from .group import DEVICE
 from .lease import Lease, hold
 from .match import Matcher
 from .node import Node
-from .page_ids import HOLE, as_ids, has_hole, one, present, runs_of
+from .page_ids import HOLE, as_ids, has_hole, one, present, runs, runs_of
 from .path import Path
 from .pool import FLIGHT, LEASE
 from .readers import read, unread, unread_one, use
@@ -48,6 +48,11 @@ class Follower:
             if rows:
                 gone[tree.groups[g].name] = (rows, columns)
         return gone
+
+    def slide(self, lease: Lease, position: int) -> list[tuple[str, int, int]]:
+        """`slide_rows` of one lease: which pages it gave up, as (group, first column, last column + 1)."""
+        gone = self.slide_rows([lease], [position])
+        return [(group, *run) for group, (_, columns) in gone.items() for run in runs(np.array(columns, np.int32))]
 
     def _give_up(self, lease: Lease, g: int, low: int, high: int) -> None:
         """The lease leaves its pages [low, high): it reads those of the tree no more, and its own are free."""

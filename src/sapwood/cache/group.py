@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from .arguments import whole_number
 from .families import family_class
 
 DEVICE: Final = 0
@@ -42,13 +43,6 @@ class CacheGroup:
         if self.window is not None:
             whole_number(f"window of group {self.name!r}", self.window, 1, 2**31 - 1)
         family.validate(self)
-
-
-def whole_number(what: str, value: object, low: int, high: int) -> int:
-    """`value` if it is an int within bounds, else a ValueError that names the field, the value and what is right."""
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ValueError(f"{what} must be an integer from {low} to {high}, got {value!r:.60}")
-    return value
 
 
 def validate_groups(page_size: int, groups: tuple[CacheGroup, ...]) -> None:

@@ -15,9 +15,9 @@ import numpy as np
 from .group import HOST
 from .lease import Binding, PinHolder, hold
 from .match import Matcher
-from .node import Root
 from .page_ids import Ids, as_ids
 from .path import Path
+from .roots import Root
 from .transfer import PendingTransfers, host_runs
 from .tree import Tree
 
@@ -37,9 +37,9 @@ _NOTHING = PinnedOnHost(0, False)
 
 
 class HostPins:
-    def __init__(self, tree: Tree, matcher: Matcher, ledger: PendingTransfers) -> None:
+    def __init__(self, tree: Tree, matcher: Matcher, transfers: PendingTransfers) -> None:
         self.tree = tree
-        self.ledger = ledger
+        self.transfers = transfers
         self.matcher = matcher
         self.live: dict[int, PinHolder] = {}
         self.held = [0] * len(tree.groups)  # different host pages that are held
@@ -56,7 +56,7 @@ class HostPins:
         length = len(tokens) // 4
         boundary, _ = self.matcher.boundary(path, length)
         # A node that is on the device alone may have to go, and takes with it what is below: nothing is held there.
-        if not boundary or (tree.closed and not _whole_on_host(path, boundary)):
+        if not boundary or (tree.closed and tree.closed_pages.whole(path.nodes[-1], HOST) < boundary):
             return _NOTHING
         pages = self._pages(path, boundary, length)
         room = self._room(pages)
@@ -71,7 +71,7 @@ class HostPins:
         node = tree.node_ending(path.nodes[-1], boundary)
         self._count(pages, 1)
         self._last += 1
-        self.ledger.counts["stays"] += 1
+        self.transfers.counts["stays"] += 1
         held = {(HOST, g): ids.tobytes() for g, ids in pages.items()}
         spans = {
             (HOST, g): host_runs(tree, node, g, tree.families[g].columns(boundary, length))
@@ -132,8 +132,3 @@ class HostPins:
             before = np.count_nonzero(times[ids])
             times[ids] += more
             self.held[g] += int(np.count_nonzero(times[ids])) - int(before)
-
-
-def _whole_on_host(path: Path, boundary: int) -> bool:
-    """Whether host has every page of closed groups up to there."""
-    return all(node.copies[HOST].count >= min(node.n, boundary - node.start) for node in path.nodes)

@@ -20,10 +20,11 @@ from .group import DEVICE
 from .namespace import Namespace
 from .page_ids import HOLE, Ids, PageIds, Ranges, one, present, runs_of
 from .path import Path
-from .readers import read, unread
+from .readers import count_all, read, unread
 
 if TYPE_CHECKING:
-    from .node import Node, Root
+    from .node import Node
+    from .roots import Root
     from .transfer import Transfer
     from .tree import Tree
 
@@ -206,6 +207,43 @@ class Lease:
             if len(self.tables[g]) < least:
                 least = len(self.tables[g])
         return least // 4
+
+    def columns(self, groups: list[int]) -> int:
+        """How many columns its tables have in the widest of these groups, or will have once they are loaded."""
+        most = 4 * self.boundary if self.waits else 0
+        for g in groups:
+            if len(self.tables[g]) > most:
+                most = len(self.tables[g])
+        return most // 4
+
+    def write_from(self, tree: Tree, start: int) -> dict[str, int]:
+        """By group: the first position that a row beginning at `start` may write; pages before it are the tree's."""
+        size, upto = tree.page_size, self.upto
+        begin = dict.fromkeys(tree.names, start)
+        for g in tree.paged:
+            if upto[g] * size > start:
+                begin[tree.names[g]] = upto[g] * size
+        return begin
+
+    def would_free(self, tree: Tree) -> bool:
+        """Whether its end would give other requests a page or a slot."""
+        count_all(tree)
+        if self.working:
+            return True
+        if not self.detached and tree.closed and self.depth and self.node.copies[DEVICE].holds == 1:
+            return True
+        for g in tree.paged:
+            if len(self.private(g)):
+                return True
+            if self.detached:
+                if 1 in tree.device.pools[g].readers[self.adopted(g)[1]]:
+                    return True
+            elif g in tree.sliding:
+                for low, high in self.reading(g):
+                    for at, first, last in tree.cover(self.node, low, high):
+                        if 1 in (at.copies[DEVICE].reads[g] or b"")[first:last]:
+                            return True
+        return False
 
     @property
     def loading(self) -> bool:

@@ -7,8 +7,9 @@ from itertools import islice
 from .ghosts import crc_at
 from .group import DEVICE
 from .lease import Binding, Match, Sibling
-from .node import Node, Root
+from .node import Node
 from .path import Path, agree
+from .roots import Root
 from .tree import Tree
 
 _NEAR_PAGES = 8  # pages: who branches where a chat went on starts from a snapshot so far before it
@@ -23,17 +24,19 @@ class Matcher:
         # Those that are asked quickest come first: what they rule out, the others need not look at.
         self.families = [(g, tree.families[g]) for g in tree.slots + tree.closed + tree.sliding]
 
-    def match(self, binding: Binding, tokens: bytes, length: int, tier: int) -> Match:
+    def match(self, binding: Binding, tokens: bytes, tier: int) -> Match:
         tree = self.tree
-        root = binding._root
+        root, length = binding._root, len(tokens) // 4
         if not root.attached:
-            return self.nothing(binding, tokens, length, "empty")
+            return self.nothing(binding, tokens, "empty")
         path = tree.walk(root, tokens)
         if tier < path.tier:
             path.tier = tier
-        if path.wrong:  # whoever comes next guesses right: a hint, it changes no answer
+        if path.wrong:  # the next walk guesses right: a hint, it changes no answer
+            above = root.top
             for node in path.nodes:
-                node.parent.recent = node  # type: ignore[union-attr]
+                above.recent = node
+                above = node
         if self.plain:  # one answer for all questions
             boundary = depth = path.deepest_closed(path.depth)
             limiter = -1 if depth == path.depth else 0
@@ -52,9 +55,15 @@ class Matcher:
         cuts, pending = self._cuts(path, boundary, depth, length), self._pending(root, tokens, length, boundary)
         return Match(boundary, start, depth, reason, binding, tokens, length, path, tree.version, None, cuts, pending)
 
-    def nothing(self, binding: Binding, tokens: bytes, length: int, reason: str) -> Match:
+    def current(self, match: Match) -> Match:
+        """The match itself, or another for the same prompt if the tree has changed since."""
+        if match.version == self.tree.version or match.reason == "off":
+            return match
+        return self.match(match.binding, match.tokens, match.path.tier)
+
+    def nothing(self, binding: Binding, tokens: bytes, reason: str) -> Match:
         """A match that adopts nothing."""
-        tree = self.tree
+        tree, length = self.tree, len(tokens) // 4
         path = Path(tree, binding._root, [], 0)
         cuts = self._cuts(path, 0, 0, length)
         return Match(0, 0, 0, reason, binding, tokens, length, path, tree.version, cuts=cuts)

@@ -53,6 +53,13 @@ class Namespace:
         return hashlib.sha256(b"".join(parts)).digest()
 
 
+def checked(namespace: Namespace) -> Namespace:
+    """What a caller gives as a namespace, seen to be one."""
+    if not isinstance(namespace, Namespace):
+        raise ValueError(f"namespace must be a Namespace, got {namespace!r:.60}")
+    return namespace
+
+
 def _encodes(text: str) -> bool:
     try:
         text.encode()

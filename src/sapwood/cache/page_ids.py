@@ -71,6 +71,19 @@ def runs_of(there: npt.NDArray[Any]) -> Ranges:
     return runs(there.nonzero()[0].astype(np.int32))
 
 
+def mask_runs(mask: bytes | bytearray) -> Ranges:
+    """Where a mask of bytes, 0 or 1 a page, has ones."""
+    found: Ranges = []
+    low = mask.find(1)
+    while low >= 0:
+        high = mask.find(0, low)
+        if high < 0:
+            high = len(mask)
+        found.append((low, high))
+        low = mask.find(1, high)
+    return found
+
+
 def lengthened(pages: bytearray | None, n: int) -> bytearray:
     """The ids of a group that is not closed, with holes at their end if they are fewer than `n`."""
     return bytearray(4 * n) if pages is None else pages.ljust(4 * n, b"\0") if len(pages) < 4 * n else pages

@@ -10,7 +10,8 @@ from .group import DEVICE, HOST
 from .page_ids import HOLE
 
 if TYPE_CHECKING:
-    from .node import Node, Root
+    from .node import Node
+    from .roots import Root
     from .tree import Tree
 
 _NONE: dict[int, int] = {}
@@ -63,10 +64,7 @@ class Path:
         """`depth`, or less where a closed family does not read what is only promised."""
         tree = self.tree
         if tree.promises and tree.waits_for_real:
-            for node in self.nodes:
-                for promise in node.promised or ():
-                    if promise.first < promise.last:
-                        depth = min(depth, promise.first)
+            return min(depth, tree.first_promised(self.nodes[-1]))
         return depth
 
     def last_missing(self, index: int, low: int, high: int) -> int:
@@ -99,9 +97,8 @@ class Path:
                 there[: len(here)] |= here
         if not self.tree.families[index].reads_promised:
             for promise in node.promised or ():
-                for at in range(first, last):
-                    if promise.covers(index, node.start + at, False):
-                        there[at - first] = False
+                for low, high in promise.ranges(index, False):
+                    there[max(0, low - node.start - first) : max(0, high - node.start - first)] = False
         holes = (~there).nonzero()[0]
         return first + int(holes[-1]) if len(holes) else -1
 

@@ -67,6 +67,15 @@ class Publisher:
             lease.depends(flight.step, low, oldest)
         return duplicates
 
+    def is_published(self, lease: Lease, upto: int) -> bool:
+        """Whether the tree has the first `upto` pages of a lease already, in every group."""
+        if upto > lease.depth:
+            return False
+        for g in self.tree.sliding:  # noqa: SIM110  (a loop: this is asked of every chunk)
+            if lease.upto[g] < upto:
+                return False
+        return True
+
     def publish_rows(self, leases: Sequence[Lease], pages: Sequence[bytes]) -> list[Fallen]:
         """One more computed page for each lease. Returns those that had duplicates.
 
@@ -131,13 +140,25 @@ class Publisher:
                 tree.device.pools[g].move(b"".join(moved[g]), LEASE, TREE)
         return fallen
 
-    def short_of_pages(self, leases: Sequence[Lease]) -> Lease | None:
-        """One of these that was not given a page for what it is to publish next."""
+    def check_pages(self, lease: Lease, upto: int) -> None:
+        """ValueError if a lease was not given the first `upto` pages of some group, which it is to publish."""
+        for g in self.tree.paged:
+            if len(lease.tables[g]) < 4 * upto:
+                have, name = len(lease.tables[g]) // 4, self.tree.groups[g].name
+                raise ValueError(f"the lease has {have} pages of group {name!r}, cannot publish {upto}")
+
+    def check_rows(self, leases: Sequence[Lease], pages: Sequence[bytes]) -> None:
+        """ValueError if these cannot be published: a page of tokens for each lease, for which it has pages."""
+        size = self.tree.page_bytes
+        if len(pages) != len(leases):
+            raise ValueError(f"pages must be one page of tokens a lease, got {len(pages)} for {len(leases)} leases")
+        if set(map(len, pages)) - {size}:
+            wrong = next(len(page) for page in pages if len(page) != size)
+            raise ValueError(f"pages must be of {size} bytes each, got one of {wrong}")
         for g in self.tree.paged:
             for lease in leases:
                 if len(lease.tables[g]) <= 4 * lease.depth:
-                    return lease
-        return None
+                    self.check_pages(lease, lease.depth + 1)
 
     def became_real(self, lease: Lease, node: Node, first: int, last: int, fills: list[Fill]) -> None:
         """Pages of the path to `node` have been computed: hash and announce them, and offer them for saving."""

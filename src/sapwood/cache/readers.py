@@ -36,10 +36,11 @@ def count_all(tree: Tree) -> None:
 
 def use(tree: Tree, node: Node, low: int) -> None:
     """Somebody begins to read the path to `node` on the device from column `low` on, counted or not."""
-    node.copies[DEVICE].used = tree.now
+    node.copies[DEVICE].used = tree.clock.now
     while node.start > low:
-        node = node.parent  # type: ignore[assignment]
-        node.copies[DEVICE].used = tree.now
+        assert node.parent is not None
+        node = node.parent
+        node.copies[DEVICE].used = tree.clock.now
 
 
 def read(tree: Tree, node: Node, tier: int, g: int, low: int, high: int) -> None:
@@ -86,7 +87,8 @@ def unread(tree: Tree, node: Node, tier: int, g: int, low: int, high: int) -> No
 def unread_one(tree: Tree, node: Node, g: int, column: int) -> None:
     """`unread` for one column, on the device, which has a page: what a decoding row does when it crosses a page."""
     while node.start > column:
-        node = node.parent  # type: ignore[assignment]
+        assert node.parent is not None
+        node = node.parent
     copy, at = node.copies[DEVICE], column - node.start
     reads = copy.reads[g]
     count = reads[at] if reads is not None else 0

@@ -1,8 +1,19 @@
-"""Sliding pages: those of a group that is not closed. They come and go one by one, and may have holes between them."""
+"""Sliding pages: those of a group that is not closed. They come and go one by one, and may have holes between them.
+
+A page of a window is worth what it is worth to later requests. A window is read only by a request that begins behind
+it. Most requests begin where an earlier one ended, where its prompt ended (models whose template leaves out what was
+thought), at a branch point, or at a snapshot; and some a little before the end of a prompt, where a template or a
+client has changed its last words:
+
+      BETWEEN             NEAR                 WINDOW          BETWEEN      WINDOW
+    ------------[ NEAR_TOKENS before that ][ window ]P-------------------[ window ]E     P end of the last prompt
+                                                                                         E end, branch point, snapshot
+Eviction takes the least worth first, and a save takes nothing that is BETWEEN.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -17,12 +28,25 @@ if TYPE_CHECKING:
     from .tree import Tree
 
 
+BETWEEN: Final = 0
+NEAR: Final = 1
+WINDOW: Final = 2
+NEAR_TOKENS: Final = 512
+_WORTHS: Final = [bytes([worth]) for worth in (BETWEEN, NEAR, WINDOW)]
+
+
 class SlidingPages:
-    """Of one group."""
+    """Of one group.
+
+    window  how many pages before the place where a request begins it reads; 0: all pages are worth the same
+    reach   how many pages before such a place can be worth something
+    """
 
     def __init__(self, tree: Tree, g: int) -> None:
         self.tree = tree
         self.g = g
+        self.window = tree.families[g].protected_tail_pages()
+        self.reach = self.window + -(-NEAR_TOKENS // tree.page_size) if self.window else 0
 
     def split(self, upper: Node, lower: Node, tier: int) -> None:
         """A node has been cut: its upper half takes its pages and their readers."""
@@ -133,3 +157,45 @@ class SlidingPages:
     def columns(self, node: Node, tier: int, g: int) -> Ids:
         """Which pages of `node`, from its start, are in a tier."""
         return np.frombuffer(bytes(node.copies[tier].pages[g] or b""), np.int32).nonzero()[0].astype(np.int32)
+
+    # ---- worth
+
+    def worth(self, node: Node) -> bytearray:
+        """By page of `node`: what it is worth to requests that begin in it or below."""
+        window, start, end, prompt = self.window, node.start, node.end, node.prompt_end
+        found = bytearray(node.n)
+        if prompt > start:
+            _mark(found, prompt - self.reach - start, prompt - start, NEAR)
+        below, prompt_below = self._next_below(node)
+        if prompt_below:
+            _mark(found, prompt_below - self.reach - start, node.n, NEAR)
+            below = min(below, prompt_below) if below else prompt_below
+        if below and below - window < end:
+            _mark(found, below - window - start, node.n, WINDOW)
+        if prompt > start:
+            _mark(found, prompt - window - start, prompt - start, WINDOW)
+        for depth in self.tree.snapshots.depths(node):
+            _mark(found, depth - window - start, depth - start, WINDOW)
+        return found
+
+    def _next_below(self, node: Node) -> tuple[int, int]:
+        """From the end of `node` on: the first place where requests begin, and the first end of a prompt, down to where
+        the path branches, as far below as can matter. 0: none."""
+        begins, at, last = 0, node, node.end + self.reach
+        while len(at.children) == 1 and at.start + at.n < last:
+            (at,) = at.children.values()
+            inside = self.tree.snapshots.depths(at)
+            if inside and not begins:
+                begins = inside[0]
+            if at.prompt_end > at.start:
+                return begins, at.prompt_end
+        if not begins and len(at.children) != 1:
+            begins = at.start + at.n
+        return begins, 0
+
+
+def _mark(worths: bytearray, low: int, high: int, worth: int) -> None:
+    """The pages [low, high) are worth so much, as far as the node has them."""
+    low, high = max(low, 0), min(high, len(worths))
+    if low < high:
+        worths[low:high] = _WORTHS[worth] * (high - low)

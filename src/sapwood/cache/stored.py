@@ -8,21 +8,23 @@ the host pages it reads until it is acknowledged, and the path to them with it.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from .arguments import whole_number
 from .group import DEVICE, HOST
 from .hashes import chain, digests_of, divided, ensure_hashes, hash_path, last_digest
 from .lease import Binding, PinHolder, Span, hold
+from .match import Matcher
 from .namespace import Namespace
-from .node import Node, Root
+from .node import Node
 from .page_ids import Ids, Ranges, Run, as_ids, joined, present, ranges, runs_of, spread
 from .path import Path
 from .pool import FLIGHT
-from .room import Room
+from .roots import Root
 from .save import Saves
 from .transfer import PendingTransfers, Transfer
 from .tree import Tree
@@ -69,18 +71,28 @@ class Fetch(NamedTuple):
 
 
 class StoreFetches:
-    def __init__(self, tree: Tree, room: Room, ledger: PendingTransfers, saves: Saves) -> None:
+    def __init__(self, tree: Tree, matcher: Matcher, transfers: PendingTransfers, saves: Saves) -> None:
         self.tree = tree
-        self.room = room
-        self.ledger = ledger
+        self.matcher = matcher
+        self.transfers = transfers
         self.saves = saves
         self.fetches: dict[int, Fetch] = {}
         self.backups: dict[int, PinHolder] = {}
         self.later: list[_Later] = []
         self.whole = saves.everything  # what no group could be served from host, is not fetched
-        self.cuts_anywhere = len(tree.closed) == len(tree.groups)  # any first part of what can be served can be served
 
     # ---- questions
+
+    def missing(self, binding: Binding, tokens: bytes, least: int) -> MissingPages | None:
+        """What of a prompt is at hand neither on the device nor on host. None if it is fewer than `least` pages, or
+        could not be fetched."""
+        root, last = binding._root, self.matcher.most_pages(len(tokens) // 4)
+        if not root.attached or not self.whole or last < least:
+            return None
+        first = self.matcher.match(binding, tokens, HOST).boundary
+        if last - first < max(1, least):
+            return None
+        return MissingPages(first, self.hashes(root, tokens, first, last))
 
     def hashes(self, root: Root, tokens: bytes, first: int, last: int) -> list[bytes]:
         """The hashes of pages [first, last) of a prompt; those before them are looked up in the tree if it has them."""
@@ -101,22 +113,15 @@ class StoreFetches:
         tree = self.tree
         view = _Imagined(tree, start, there)
         # A prompt may end with these pages, unless a group of slots leaves a token to compute: both must be served.
-        length = view.depth * tree.page_size + bool(tree.slots)
-        boundary, settled = view.depth, 0
-        while boundary > start and settled < len(tree.families):
-            for family in tree.families:
-                lower = max(start, family.deepest(view, boundary, length))
-                settled = 1 if lower < boundary else settled + 1
-                boundary = lower
-                if settled >= len(tree.families):
-                    break
-        return boundary - start
+        boundary, _ = self.matcher.boundary(view, view.depth * tree.page_size + bool(tree.slots))
+        return max(0, boundary - start)
 
     # ---- fetches
 
     def begin_fetch(
-        self, binding: Binding, tokens: bytes, first: int, last: int, hashes: list[bytes] | None
+        self, binding: Binding, tokens: bytes, first: int, last: int, hashes: Sequence[bytes] | None
     ) -> StoreOperation | None:
+        self._check(tokens, first, last)
         tree, root = self.tree, binding._root
         node = self._above(root, tokens, first)
         if node is None:
@@ -125,30 +130,37 @@ class StoreFetches:
         need = _sizes(where)
         if hashes is None:
             hashes = self.hashes(root, tokens, first, last)
-        if not self.room.has(HOST, need) and not self.saves.make_room(node, (first, last), need):
-            self.ledger.counts["fetches_skipped"] += 1
+        if not tree.tiers[HOST].has_free(need) and not self.saves.make_room(node, (first, last), need):
+            self.transfers.counts["fetches_skipped"] += 1
             return None
         targets = {
             g: as_ids(spread(spans, tree.tiers[HOST].pools[g].allocate(need[g], FLIGHT), first, last))
             for g, spans in where.items()
         }
-        op = self.ledger.number()
+        op = self.transfers.number()
         self.fetches[op] = Fetch(op, root, tokens[: last * tree.page_bytes], first, last, targets, where)
-        self.ledger.counts["fetches"] += 1
+        self.transfers.counts["fetches"] += 1
         pages = {tree.groups[g].name: ids for g, ids in targets.items()}
-        return StoreOperation(op, root.namespace, first, hashes, pages)
+        return StoreOperation(op, root.namespace, first, list(hashes), pages)
 
     def fetchable_run(self, binding: Binding, tokens: bytes, first: int, last: int) -> int:
         """For how many of the pages [first, last), from the first on, `begin_fetch` would find room."""
+        self._check(tokens, first, last)
+        tree = self.tree
         node = self._above(binding._root, tokens, first)
         if node is None:
             return 0
 
         def too_much(end: int) -> bool:
             need = _sizes(self._where(first, end, len(tokens) // 4))
-            return not self.room.has(HOST, need) and not self.saves.can_make_room(node, (first, end), need)
+            return not tree.tiers[HOST].has_free(need) and not self.saves.can_make_room(node, (first, end), need)
 
         return bisect_left(range(first + 1, last + 1), True, key=too_much) if too_much(last) else last - first
+
+    def _check(self, tokens: bytes, first: int, last: int) -> None:
+        """ValueError if [first, last) are not pages of a prompt that could be served."""
+        whole_number("first", first, 0, 1 << 30)
+        whole_number("last", last, first + 1, max(first + 1, self.matcher.most_pages(len(tokens) // 4)))
 
     def _above(self, root: Root, tokens: bytes, first: int) -> Node | None:
         """The node that fetched pages from `first` on would follow; None if nobody could reach them there."""
@@ -189,7 +201,7 @@ class StoreFetches:
             rest = targets[end - first :]
             self.tree.tiers[HOST].pools[g].release(present(rest.tobytes()), FLIGHT)
         landed = self._land(fetch, end) if end > first else 0
-        self.ledger.counts["fetches_failed"] += not landed
+        self.transfers.counts["fetches_failed"] += not landed
         return landed > 0
 
     def _landable(self, fetch: Fetch, end: int) -> int:
@@ -203,22 +215,20 @@ class StoreFetches:
         path = tree.walk(root, fetch.tokens[: end * tree.page_bytes])
         if path.deepest_closed(path.depth) < first:
             return first
-        for node in path.nodes:
-            for promise in node.promised or ():
-                if promise.first < promise.last:
-                    end = min(end, promise.first)
+        if path.nodes:
+            end = min(end, tree.first_promised(path.nodes[-1]))
         return max(first, end)
 
     def _land(self, fetch: Fetch, end: int) -> int:
         """Pages up to `end` become the tree's, as those of a save do. Returns how many."""
-        tree, ledger, first = self.tree, self.ledger, fetch.first
+        tree, first = self.tree, fetch.first
         node = self._grown(fetch.root, fetch.tokens[: end * tree.page_bytes], end)
         where = {g: spans for g, all_of in fetch.ranges.items() if (spans := _within(all_of, first, end))}
         nothing = np.zeros(0, np.int32)
         parts = {g: (nothing, fetch.targets[g][: end - first]) for g in where}
         came = {g: targets[targets != 0].tobytes() for g, (_, targets) in parts.items()}
         transfer = Transfer(tree, fetch.op, HOST, node, (first, end), parts, where, came, (HOST,), {}, {})
-        landed = ledger.land(transfer, "fetched")
+        landed = self.transfers.land(transfer, "fetched")
         transfer.let_go(tree)  # a node that nothing came for is swept now
         return landed
 
@@ -243,7 +253,7 @@ class StoreFetches:
         spans.append(span)
         begun = [operation for each in spans for operation in self._begin_backup(each)]
         dropped = max(0, len(self.later) - _MOST_LATER)
-        self.ledger.counts["backups_dropped"] += dropped
+        self.transfers.counts["backups_dropped"] += dropped
         del self.later[:dropped]
         return begun
 
@@ -255,7 +265,7 @@ class StoreFetches:
         if tree.closed:
             # Only what host has from the root on, without a gap, can be held there: a node above that is on the device
             # alone may have to go, and takes with it what is below.
-            whole = self._whole_on_host(node)
+            whole = tree.closed_pages.whole(node, HOST)
             if whole < last and self._any_on_host(node, max(first, whole), last):
                 self.later.append(_Later(whole, Span(max(first, whole), last, node)))
             last = min(last, whole)
@@ -272,10 +282,10 @@ class StoreFetches:
         first = min([spans[0][0] for spans in where.values()])
         last = max([spans[-1][1] for spans in where.values()])
         held = {(HOST, g): joined(pieces) for g, pieces in found.items()}
-        op = self.ledger.number()
+        op = self.transfers.number()
         spans = {(HOST, g): where[g] for g in tree.sliding if g in where}
         self.backups[op] = hold(tree, anchor, (HOST,), (first, last), held, spans)
-        self.ledger.counts["backups"] += 1
+        self.transfers.counts["backups"] += 1
         pages = {tree.groups[g].name: as_ids(spread(where[g], ids, first, last)) for (_, g), ids in held.items()}
         hashes = divided(hash_path(tree, anchor, first, last))
         return [StoreOperation(op, node.root.namespace, first, hashes, pages)]
@@ -284,17 +294,9 @@ class StoreFetches:
         holder = self.backups.pop(op, None)
         if holder is None:
             raise ValueError(f"no backup with number {op!r} is under way")
-        self.ledger.counts["backups_failed"] += not ok
+        self.transfers.counts["backups_failed"] += not ok
         holder.let_go(self.tree)
         return None if ok or holder.detached else Span(*holder.columns, holder.node)
-
-    def _whole_on_host(self, node: Node) -> int:
-        """To which depth of the path to `node` host has every page of closed groups."""
-        for at in self.tree.path_to(node).nodes:
-            count = at.copies[HOST].count
-            if count < at.n:
-                return at.start + count
-        return node.end
 
     def _any_on_host(self, node: Node, first: int, last: int) -> bool:
         return any(at.copies[HOST].count > low for at, low, _ in self.tree.cover(node, first, last))

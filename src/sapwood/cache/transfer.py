@@ -136,7 +136,7 @@ class PendingTransfers:
                 announced = kept
         for node, _, _ in tree.cover(transfer.node, transfer.first, transfer.last):
             copy = node.copies[tier]
-            copy.used = EvictionOrder.rank(tree.now, copy.used)
+            copy.used = EvictionOrder.rank(tree.clock.now, copy.used)
         self.counts[f"pages_{what}"] += landed
         transfer.root.tally[f"{what}_pages"] += landed
         self._announce(transfer.node, tier, announced)

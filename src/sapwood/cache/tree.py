@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from .closed import ClosedPages
 from .events import KVEvent
-from .eviction import EvictionOrder
+from .eviction import EvictionOrder, UseClock
 from .families import Family, family_class
 from .ghosts import Ghosts
 from .group import DEVICE, CacheGroup
 from .hashes import DIGEST_BYTES
 from .namespace import Namespace
-from .node import Copy, Node, Root
+from .node import Copy, Node
 from .page_ids import Ids, Ranges
 from .path import Path, agree
+from .roots import Root
 from .sliding import SlidingPages
 from .snapshots import Snapshots
 from .tier import Tier
@@ -26,6 +27,7 @@ from .tier import Tier
 if TYPE_CHECKING:
     from .transfer import Transfer
 
+_NO_PAGE = 1 << 60
 Cover = list[tuple[Node, int, int]]  # nodes of a path, deepest first, and which of their own pages are meant
 
 
@@ -56,6 +58,7 @@ class Tree:
         self.page_size = page_size
         self.page_bytes = 4 * page_size
         self.groups = groups
+        self.names = [group.name for group in groups]
         self.families: list[Family] = [family_class(g.family)(g, i, page_size) for i, g in enumerate(groups)]
         fams = self.families
         self.closed = [i for i, f in enumerate(fams) if f.closed]
@@ -83,7 +86,7 @@ class Tree:
         self.roots: dict[Namespace, Root] = {}
         self.detached_roots: dict[Root, None] = {}  # evicted namespaces that somebody still holds pages of
         self.ghosts = Ghosts(ghost_bytes)
-        self.now = 0
+        self.clock = UseClock()
         self.seq = 0
         self.version = 0  # changes whenever a path found earlier may no longer stand
         self.nodes = 0
@@ -111,7 +114,7 @@ class Tree:
 
     def _node(self, root: Root, parent: Node | None, edge: bytes | bytearray, start: int, n: int) -> Node:
         self.seq += 1
-        copies = tuple([Copy(self._no_pages.copy(), self.now, self._no_reads.copy()) for _ in self.tiers])
+        copies = tuple([Copy(self._no_pages.copy(), self.clock.now, self._no_reads.copy()) for _ in self.tiers])
         return Node(root, parent, edge, start, n, self.seq, copies)
 
     # ---- walking
@@ -218,7 +221,8 @@ class Tree:
     def node_at(node: Node, depth: int) -> Node:
         """The ancestor (or `node` itself) that has the page which ends at `depth` of the path to `node`."""
         while node.start >= depth:
-            node = node.parent  # type: ignore[assignment]
+            assert node.parent is not None
+            node = node.parent
         return node
 
     def cover(self, node: Node, low: int, high: int) -> Cover:
@@ -237,7 +241,8 @@ class Tree:
                 parts.append((node, low - start if low > start else 0, n if n < node.n else node.n))
             if start <= low:
                 return parts
-            node = node.parent  # type: ignore[assignment]
+            assert node.parent is not None
+            node = node.parent
             start = node.start
 
     @staticmethod
@@ -246,8 +251,21 @@ class Tree:
         while one is not other:
             if one.end < other.end:
                 one, other = other, one
-            one = one.parent  # type: ignore[assignment]
+            assert one.parent is not None
+            one = one.parent
         return one.end
+
+    def first_promised(self, node: Node) -> int:
+        """The first page on the path to `node` that closed groups have only promised, by a step in flight: whatever
+        stands behind it goes with it if the step fails. Beyond any page if there is none."""
+        first = _NO_PAGE
+        at: Node | None = node if self.promises else None
+        while at is not None:
+            for promise in at.promised or ():
+                if promise.first < promise.last and promise.first < first:
+                    first = promise.first
+            at = at.parent
+        return first
 
     # ---- pins
 
@@ -266,7 +284,7 @@ class Tree:
 
     def unpin(self, node: Node, tier: int) -> None:
         """Let go of the path to `node`. What nobody holds any more was used just now."""
-        now, freed = self.now, 0
+        now, freed = self.clock.now, 0
         at: Node | None = node
         while at is not None:
             copy = at.copies[tier]
