@@ -38,7 +38,7 @@ class Reserve(NamedTuple):
 
     tokens: int = 0  # how many tokens the request itself will have soon; at least what it is admitted for
     pages: int = 0  # what running requests will still take of each closed group
-    rows: int = 0  # how many of them run
+    rows: int = 0  # how many requests run
     least: int = 0  # the fewest tokens worth starting with, where groups that slide are short; 0: all that was asked
 
 
@@ -47,7 +47,7 @@ _NO_SLOTS: dict[int, int] = {}
 
 
 class Admission:
-    """Where requests come in."""
+    """Makes leases of matches, and gives leases more pages."""
 
     def __init__(self, tree: Tree, loads: Loads) -> None:
         self.tree = tree
@@ -151,7 +151,7 @@ class Admission:
         load: dict[int, tuple[Ids, Ids]],
         joined: list[Transfer],
     ) -> None:
-        """Where the device has nothing in `spans`, host has: put that down for loading."""
+        """Add the pages in `spans` that the device lacks to what is to be loaded: host has them."""
         for low, high in spans:
             if table.find(HOLE, 4 * low, 4 * high) < 0:
                 continue
@@ -214,7 +214,7 @@ class Admission:
         return lease, operation
 
     def _will_snapshot(self, lease: Lease, match: Match) -> None:
-        """Let others know at which page ends this request will leave a snapshot."""
+        """Let later matches find at which page ends this request will leave a snapshot."""
         if lease.detached:
             return
         size, makers = self.tree.page_bytes, lease.root.makers
@@ -247,8 +247,8 @@ class Admission:
         return fewer if match.start + keep.least <= fewer < upto else 0
 
     def admit_from_zero(self, match: Match, upto: int, keep: Reserve) -> tuple[Lease, Operation | None] | None:
-        """The last way in, when the one slot a request could have is taken by the snapshot it would start from, and
-        nobody is going to give one back: compute from the beginning, and let the snapshot go."""
+        """The last way in, when the one slot a request could have is taken by the snapshot it would start from, and no
+        other request will give one back: compute from the beginning, and let the snapshot go."""
         tree = self.tree
         if not match.boundary or not tree.slots:
             return None

@@ -163,7 +163,7 @@ class _Check:
     def _at(node: Node) -> str:
         return f"node {node.seq} (pages {node.start} to {node.end} of {node.root.namespace})"
 
-    # ---- who holds what
+    # ---- what leases and transfers hold
 
     def _lease(self, lease: Lease) -> None:
         tree = self.tree
@@ -228,7 +228,7 @@ class _Check:
         assert not any(holder.detached for holder in uncounted), "a reader by page is not counted"
 
     def _readers(self) -> None:
-        """Readers by column are what the nodes say; and which pages of groups that are not closed nobody reads."""
+        """Readers by column are what the nodes say; and the idle pages of sliding groups are those without a reader."""
         tree = self.tree
         for t in range(len(tree.tiers)):
             for g in tree.sliding:

@@ -110,7 +110,7 @@ class Checkpoints:
                 for g, slot in self._rolling(lease).items():
                     if not tree.device.pools[g].readers[slot]:
                         tree.snapshots.drop(tree.node_at(lease.node, lease.rolling), DEVICE, g, lease.rolling)
-            lease.rolling = page if kept else 0  # what stands there may be somebody else's
+            lease.rolling = page if kept else 0  # a snapshot that stands there may be another lease's
 
     def pass_cuts(self, lease: Lease, upto: int, flights: dict[int, StepInFlight]) -> None:
         """A chunk goes on beyond a cut: unless a checkpoint there is under way, there will be none."""
@@ -122,7 +122,7 @@ class Checkpoints:
                     self._skip_cut(lease, cut)
 
     def _skip_cut(self, lease: Lease, cut: int) -> None:
-        """Nobody need wait for a snapshot at `cut` any more."""
+        """There will be no snapshot of this lease at `cut`: requests need not wait for one."""
         if cut not in lease.cuts:
             return
         makers = lease.root.makers

@@ -174,7 +174,7 @@ class PageQueue:
 
     def _take_slot(self, node: Node, copy: Copy, used: int) -> int:
         """`node` stands first in the queue, for a snapshot last used at `used`, if it still has it. Let go of its
-        oldest one that nobody reads, or put the node where that one belongs."""
+        oldest one without a reader, or put the node where that one belongs."""
         tree, g, tier, heap = self.tree, self.g, self.tier, self.heaps[0]
         idle = self._idle_slots(copy)
         oldest, following = next(idle, 0), 0
@@ -196,7 +196,7 @@ class PageQueue:
         return 1 if oldest else 0
 
     def _idle_slots(self, copy: Copy) -> Iterator[int]:
-        """Where snapshots stand that nobody reads, the least recently used first."""
+        """Where snapshots without a reader stand, the least recently used first."""
         slots, reads = copy.pages[self.g], self.tree.tiers[self.tier].pools[self.g].readers
         for depth in copy.seen or ():
             if slots and depth in slots and not reads[slots[depth]]:

@@ -44,8 +44,8 @@ class HybridPrefixCache:
 
     `events` records KV events for `drain_events`; `hashes` computes page hashes even without them (for a store).
     `enabled=False` finds and keeps nothing, with the same interface. `ghost_bytes` bounds the memory of what was
-    evicted, from which `explain` tells. Real pages are offered for saving in spans of at least `save_pages`, and what
-    is left of a request when it ends.
+    evicted, for `explain`. Real pages are offered for saving in spans of at least `save_pages`, and what is left of a request
+    when it ends.
 
     slides             leases give pages back as they go, so that `slide` has work to do
     has_host           there is a second tier
@@ -149,8 +149,8 @@ class HybridPrefixCache:
         self, match: Match, upto: int, *, writes: bool = True, keep: Reserve = NOTHING_KEPT
     ) -> tuple[Lease, Operation | None] | None:
         """A lease for the matched request with pages for its tokens up to `upto`, in all groups; None if one of them
-        has no room, with nothing changed. `keep` says what must be left for others, and whether fewer pages will do
-        (`growable` tells then how far they reach); `writes=False` publishes nothing of this request. With an Operation
+        has no room, with nothing changed. `keep` is what must be left for other requests, and whether fewer pages will
+        do (`growable` is then how far they reach); `writes=False` publishes nothing of this request. With an Operation
         to carry out, or `lease.loading`, the request waits for `load_done` and gets its pages with `grow` then.
 
         If the tree has changed since the match, the prompt is matched again: it may begin before or behind
@@ -371,7 +371,7 @@ class HybridPrefixCache:
         return self._stored.missing(binding, prompt_bytes(tokens), least) if self.enabled else None
 
     def servable_run(self, start_page: int, there: Mapping[str, npt.NDArray[Any]]) -> int:
-        """If everything before `start_page` is at hand and a store had the pages from there on that `there` says (by
+        """If everything before `start_page` is at hand and a store had the pages of `there` from there on (by
         group, one entry a page): how many pages further every group could begin. What `LookupDone` must say."""
         return self._stored.servable_run(start_page, there)
 
@@ -379,8 +379,8 @@ class HybridPrefixCache:
         self, binding: Binding, tokens: Tokens, first: int, last: int, hashes: Sequence[bytes] | None = None
     ) -> StoreOperation | None:
         """Start to bring pages [first, last) of this prompt from the store to host: of each group those with which a
-        request can begin at `last`. None if there is no room, or nobody could reach them there. `hashes` are those of
-        these pages, if they are known."""
+        request can begin at `last`. None if there is no room, or no request could reach them there. `hashes` are
+        those of these pages, if they are known."""
         self._bound(binding)
         return self._stored.begin_fetch(binding, prompt_bytes(tokens), first, last, hashes)
 
@@ -400,15 +400,15 @@ class HybridPrefixCache:
 
     def pin_on_host(self, binding: Binding, tokens: Tokens, upto: int) -> PinnedOnHost:
         """Keep on host what is there of the first `upto` pages of a prompt, for a request that waits to come in, until
-        `unpin_on_host` or the end of its namespace. Stays have no more than half of the host pages of any group
-        together: `short` tells that this one could have had more. Nothing is held (0) where host has nothing of use, or
+        `unpin_on_host` or the end of its namespace. Host pins have at most half of the host pages of any group
+        together: `short` is set if this one could have had more. Nothing is held (0) where host has nothing of use, or
         lacks pages above it."""
         self._bound(binding)
         whole_number("upto", upto, 0, 1 << 30)
         return self._host_pins.begin(binding, prompt_bytes(tokens), upto)
 
     def unpin_on_host(self, pin: int) -> None:
-        """What stayed can be evicted again. Nothing happens if it has ended already, or was nothing (0)."""
+        """What was pinned can be evicted again. Nothing happens if it has ended already, or was nothing (0)."""
         whole_number("pin", pin, 0, 1 << 62)
         self._host_pins.end(pin)
 
@@ -437,7 +437,7 @@ class HybridPrefixCache:
         return self._admission.too_long(tokens)
 
     def would_free(self, lease: Lease) -> bool:
-        """Whether the end of this lease would give anybody else a page or a slot."""
+        """Whether the end of this lease would give other requests a page or a slot."""
         self._live(lease)
         return lease.would_free(self._tree)
 
@@ -456,8 +456,8 @@ class HybridPrefixCache:
         return explain(self._tree, self._matcher, self.enabled, checked(namespace), token_bytes(tokens), admin)
 
     def outline(self, most: int) -> dict[str, Any]:
-        """The tree for an administrator: up to `most` nodes with their tokens, pages and parents. Tokens of everybody
-        are in it."""
+        """The tree for an administrator: up to `most` nodes with their tokens, pages and parents. Tokens of all
+        tenants are in it."""
         return outline(self._tree, whole_number("most", most, 1, 1 << 20))
 
     def stats(self) -> dict[str, Any]:

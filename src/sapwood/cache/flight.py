@@ -1,4 +1,4 @@
-"""Steps in flight: what each has promised, and what must stay as it is until its event comes."""
+"""Steps in flight: what each has promised, and what must not change until its event comes."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ class StepInFlight:
         self.snapshots: list[Snapshot] = []
         self.opened: list[Lease] = []  # requests that start from a snapshot, which it copies
         self.ended: list[Lease] = []  # requests that are over, but whose rows still run
-        self.holders: list[PinHolder] = []  # what its copies and rows read, and nobody else may hold
+        self.holders: list[PinHolder] = []  # of what its copies and rows read, perhaps without their leases
         self.freed: list[tuple[int, PageIds]] = []  # (group, ids) given out only after that
 
 
 def mark(tree: Tree, promise: Promise) -> None:
-    """Let the nodes know whose pages are promised."""
+    """Note a promise at the nodes that have its pages."""
     node = promise.node
     if promise.low >= node.start and node.promised is None:
         node.promised = [promise]
@@ -157,7 +157,7 @@ def withdraw(tree: Tree, promise: Promise, freed: list[tuple[int, PageIds]]) -> 
 
 def _lose_below(tree: Tree, node: Node, freed: list[tuple[int, PageIds]]) -> None:
     """Nothing stays on the device below pages that are withdrawn: what a lease computed itself, and had published there
-    because it saw somebody's promise of the same pages, goes with them."""
+    because it saw another lease's promise of the same pages, goes with them."""
     below = []
     stack = [child for child in node.children.values() if child.copies[DEVICE].count]
     while stack:

@@ -22,8 +22,8 @@ class CacheGroup:
     For a family of slots (`state`) they count slots.
 
     `page_bytes` is what one page (or slot) takes, all layers of the group together: a row of the host arena, and what a
-    store keeps as one value. Whoever moves pages needs it: arenas and movers refuse a group without it, and it must be
-    what the fingerprint of a store says. The cache itself only multiplies with it, for `stats()["bytes"]`: an engine
+    store keeps as one value. Arenas and movers need it, and refuse a group without it; it must be the
+    same in the fingerprint of a store. The cache itself only multiplies with it, for `stats()["bytes"]`: an engine
     without host memory may leave it at 0.
     """
 

@@ -1,5 +1,5 @@
-"""Host pins: what was fetched for a request stays on host until the request is admitted. Nothing else that only waits
-holds memory.
+"""Host pins: what was fetched for a request stays on host until the request is admitted. A waiting request
+holds no other memory.
 
 A host pin holds the path to a boundary, and the windows and the snapshot with which a request would begin there. It
 never touches the device. All host pins together are limited, so that the rest of host can be evicted as ever; a pin
@@ -21,13 +21,13 @@ from .roots import Root
 from .transfer import PendingTransfers, host_runs
 from .tree import Tree
 
-# Stays hold at most one page in so many of each group. With half of it, those who wait keep what is worth most, and
-# those who run still find room there for what they save and for what others fetch.
+# Host pins hold at most one page in so many of each group. With half of it, waiting requests keep what is worth most,
+# and there still is room for saves of running requests and for further fetches.
 _SHARE = 2
 
 
 class PinnedOnHost(NamedTuple):
-    """The number of a stay, or 0 if nothing is held; and whether the limit allows less than host has of it."""
+    """The number of a host pin, or 0 if nothing is held; and whether the limit allows less than host has of it."""
 
     pin: int
     short: bool
@@ -44,7 +44,7 @@ class HostPins:
         self.live: dict[int, PinHolder] = {}
         self.held = [0] * len(tree.groups)  # different host pages that are held
         self.limits = [group.host_pages // _SHARE for group in tree.groups]
-        self._times = [np.zeros(0, np.int32) for _ in tree.groups]  # by host page: how many stays hold it
+        self._times = [np.zeros(0, np.int32) for _ in tree.groups]  # by host page: how many pins hold it
         self._last = 0
 
     def begin(self, binding: Binding, tokens: bytes, upto: int) -> PinnedOnHost:
@@ -115,7 +115,7 @@ class HostPins:
         return {g: ids for g, ids in found.items() if len(ids)}
 
     def _room(self, pages: dict[int, Ids]) -> int:
-        """How many of these, in every group from the first on, the limit allows; all of them: a great number."""
+        """How many of these pages, in every group from the first on, the limit allows. All: a great number."""
         most = 1 << 60
         for g, ids in pages.items():
             if not len(self._times[g]):

@@ -318,7 +318,7 @@ class Lease:
 
 class PinHolder:
     """A pin that is not a lease: on a path in some tiers, and on pages of its columns [low, high), until let go.
-    Made by `hold`, or right here for what somebody reads already and hands over."""
+    Made by `hold`; or directly, where the pages have been read already and a lease hands them over."""
 
     __slots__ = ("columns", "counted", "detached", "node", "pages", "root", "spans", "tiers")
 

@@ -141,7 +141,8 @@ class Loads:
 
     def _closed_above(self, transfer: Transfer) -> bool:
         """Whether all it brings of closed groups would stand below pages that are there. Not if a load above it failed,
-        or one between two parts of it, which it had joined, has not come: it goes, and who waits does without host."""
+        or one between two parts of it, which it had joined, has not come: then it is freed, and its requests do without
+        host."""
         tree, above = self.tree, self._above(transfer)
         if above is not None and above.n and not above.copies[DEVICE].count:
             return False
@@ -175,7 +176,7 @@ class Loads:
             note_promises(self.tree, lease)
 
     def _take(self, lease: Lease, g: int) -> None:
-        """A waiting lease reads at once what has come for it, so that nobody evicts it before the lease goes on."""
+        """A waiting lease reads at once what has come for it, so that it is not evicted before the lease goes on."""
         tree = self.tree
         pool = tree.device.pools[g]
         if g in tree.slots:
@@ -201,8 +202,8 @@ class Loads:
                     read(tree, node, DEVICE, g, node.start + first + a, node.start + first + b)
 
     def _give_privately(self, transfer: Transfer, waiters: list[Lease]) -> None:
-        """Its namespace was unhooked meanwhile: what came goes to those who waited, and to nobody else. Who joined for
-        the first pages may go another way below them: each gets what lies on its own path."""
+        """Its namespace was unhooked meanwhile: what came goes to the leases that waited, and to no other. One that
+        joined for the first pages may go another way below them: each gets what lies on its own path."""
         tree = self.tree
         for g, (_, targets) in transfer.parts.items():
             pool = tree.device.pools[g]

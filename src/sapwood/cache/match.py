@@ -12,7 +12,7 @@ from .path import Path, agree
 from .roots import Root
 from .tree import Tree
 
-_NEAR_PAGES = 8  # pages: who branches where a chat went on starts from a snapshot so far before it
+_NEAR_PAGES = 8  # a chat that goes on within so many pages of its snapshot is not cut there
 _SIBLINGS = 4  # how many of the most recent siblings a copy on write looks at
 
 
@@ -91,7 +91,7 @@ class Matcher:
         last = (length - 1) // self.tree.page_size
         if boundary < depth < last:
             end = path.nodes[-1]
-            # A chat that merely goes on: nobody has branched here, and a chunk of a few pages would cost it a step.
+            # A chat that merely goes on: no other path branches here, and a chunk of a few pages would cost it a step.
             goes_on = not end.children and end.start + end.n == depth and depth - boundary <= _NEAR_PAGES
             return (last,) if goes_on else (depth, last)
         return (last,) if boundary < last else ()

@@ -23,10 +23,10 @@ class Copy:
     holds   own pins + children with holds, in this tier
     backed_children  children that have closed pages in this tier
     count   closed pages here: on device all or none; on host the first `count` of the node
-    pages   by group: closed: `count` int32 ids as bytes; not closed: up to n ids, 0 and whatever is behind them = hole,
-            or None; slots: by the depth at which a snapshot stands (in order), or None
-    reads   by group that is not closed: how many read each of its first columns, nobody those behind them; or None
-            (see readers.py)
+    pages   by group: closed: `count` int32 ids as bytes; not closed: up to n ids, or None; 0 is a hole, and so is
+            what lies behind them; slots: by the depth at which a snapshot stands (in order), or None
+    reads   by group that is not closed: how many read each of its first columns, or None; those behind them have
+            no reader (see readers.py)
     seen    by depth: when a snapshot that stands there was last used, the longest ago first
     used    its rank in the order of eviction: the step it was last used in
     queued  bits of the eviction queues it stands in

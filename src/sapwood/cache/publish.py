@@ -202,7 +202,7 @@ class Publisher:
             lease.unsaved = [first, last, node]
 
     def leftover(self, lease: Lease, offered: int) -> Span | None:
-        """What a lease that ends has made real and nobody has been told of; `offered` spans were there before."""
+        """What a lease that ends has made real and was never offered; `offered` spans were there before."""
         unsaved, lease.unsaved = lease.unsaved, None
         spans = self.real[offered:]
         del self.real[offered:]
@@ -280,7 +280,7 @@ class Publisher:
         self.tree.closed_pages.put(node, DEVICE, pages)
 
     def _append(self, lease: Lease, node: Node, depth: int, tokens: bytes | bytearray, offset: int, upto: int) -> None:
-        """New pages [depth, upto) below `node`: its own edge grows if nobody else can mind, else a child is added."""
+        """New pages [depth, upto) below `node`: its own edge grows where no other holder minds, else a child is added."""
         tree = self.tree
         n = upto - depth
         end = offset + n * tree.page_bytes

@@ -228,8 +228,8 @@ class Saves:
             self._put_unsaved(at, g, low, ids, wanted, where, sources)
 
     def _closed_on_host(self, node: Node, depth: int) -> bool:
-        """Whether host has the closed pages above `depth` of the path to `node`, or is getting them: else nobody could
-        begin there, whatever else it has."""
+        """Whether host has the closed pages above `depth` of the path to `node`, or is getting them: else no request
+        could begin there."""
         if not self.closed or not depth:
             return True
         at = self.tree.node_at(node, depth)

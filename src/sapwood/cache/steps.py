@@ -36,9 +36,9 @@ class StepCommits:
         self.checkpoints = checkpoints
         self.flights: dict[int, StepInFlight] = {}
         self.unsettled: dict[Lease, list[tuple[int, int]]] = {}  # duplicates of pages that may not be real yet
-        self.doomed = 0  # steps up to this one count as failed whatever they say: an earlier one has failed
+        self.doomed = 0  # steps up to this one count as failed whatever their events are: an earlier one has failed
         self.last = 0  # the newest step whose event has come
-        self.newest = 0  # the newest step anybody has told of
+        self.newest = 0  # the newest step that is known here
         self.counts = {"steps": 0, "steps_failed": 0, "duplicates_freed": 0}
 
     def flight(self, step: int) -> StepInFlight:

@@ -1,7 +1,7 @@
 """The store's side of the cache: fetches bring pages to host, backups take them from there. No byte moves here.
 
 A fetch owns the host pages it writes and holds nothing else. When it is over, its tokens are walked again: every page
-lands under its own tokens, at its own place, or is freed, whatever has become of the tree meanwhile. A backup holds
+lands under its own tokens, at its own place, or is freed, however the tree has changed meanwhile. A backup holds
 the host pages it reads until it is acknowledged, and the path to them with it.
 """
 
@@ -29,8 +29,8 @@ from .save import Saves
 from .transfer import PendingTransfers, Transfer
 from .tree import Tree
 
-_MOST_LATER = 256  # spans that wait for pages above them; beyond it the oldest is dropped, and counted
-_TRIED_AGAIN = 4  # of them, whatever has been saved: a fetch may have brought what they wait for
+_MAX_LATER = 256  # spans that wait for pages above them; beyond it the oldest is dropped, and counted
+_MAX_TRIED_AGAIN = 4  # waiting spans that are tried with every save: a fetch may have brought what they wait for
 
 
 class StoreOperation(NamedTuple):
@@ -109,7 +109,7 @@ class StoreFetches:
         return divided(chain(parent, tokens[first * size : last * size], size))
 
     def servable_run(self, start: int, there: Mapping[str, npt.NDArray[Any]]) -> int:
-        """How many pages from `start` on all groups could be served, if the store had what `there` says."""
+        """How many pages from `start` on all groups could be served, if the store had the pages of `there`."""
         tree = self.tree
         view = _Imagined(tree, start, there)
         # A prompt may end with these pages, unless a group of slots leaves a token to compute: both must be served.
@@ -163,7 +163,7 @@ class StoreFetches:
         whole_number("last", last, first + 1, max(first + 1, self.matcher.most_pages(len(tokens) // 4)))
 
     def _above(self, root: Root, tokens: bytes, first: int) -> Node | None:
-        """The node that fetched pages from `first` on would follow; None if nobody could reach them there."""
+        """The node that fetched pages from `first` on would follow; None if no request could reach them there."""
         tree = self.tree
         if not root.attached or not self.whole:
             return None
@@ -205,8 +205,8 @@ class StoreFetches:
         return landed > 0
 
     def _landable(self, fetch: Fetch, end: int) -> int:
-        """How far pages up to `end` can land. Not where something above them is gone: nobody could reach them. And not
-        on pages that a step in flight has only promised: they go, with all that is below, if it fails."""
+        """How far pages up to `end` can land. Not where something above them is gone: no request could reach them. And
+        not on pages that a step in flight has only promised: they go, with all that is below, if it fails."""
         tree, root, first = self.tree, fetch.root, fetch.first
         if not root.attached:
             return first
@@ -241,18 +241,20 @@ class StoreFetches:
             return tree.attach(above, tokens[path.depth * tree.page_bytes :], end - path.depth)
         node = path.nodes[-1]
         if tree.closed and node.end > end and not node.copies[HOST].count and not node.copies[DEVICE].count:
-            return tree.split(node, end - node.start)  # somebody holds it, with nothing in it: all of it or none
+            return tree.split(node, end - node.start)  # empty and held: it gets all pages or none
         return node
 
     # ---- backups
 
     def begin_backups(self, span: Span) -> list[StoreOperation]:
         """Start to back up what host has of `span`, and of earlier ones that had to wait for pages above them."""
-        spans = [later.span for at, later in enumerate(self.later) if at < _TRIED_AGAIN or _fills(span, later)]
-        self.later = [later for at, later in enumerate(self.later) if at >= _TRIED_AGAIN and not _fills(span, later)]
+        spans = [later.span for at, later in enumerate(self.later) if at < _MAX_TRIED_AGAIN or _fills(span, later)]
+        self.later = [
+            later for at, later in enumerate(self.later) if at >= _MAX_TRIED_AGAIN and not _fills(span, later)
+        ]
         spans.append(span)
         begun = [operation for each in spans for operation in self._begin_backup(each)]
-        dropped = max(0, len(self.later) - _MOST_LATER)
+        dropped = max(0, len(self.later) - _MAX_LATER)
         self.transfers.counts["backups_dropped"] += dropped
         del self.later[:dropped]
         return begun
@@ -338,7 +340,7 @@ def _node_at(node: Node, page: int) -> Node:
 
 
 class _Imagined(Path):
-    """A path on which everything before `start` is at hand, and beyond it what a store is said to have."""
+    """A path on which everything before `start` is at hand, and beyond it what a store may have."""
 
     __slots__ = ("start", "there")
 

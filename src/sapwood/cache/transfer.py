@@ -143,7 +143,7 @@ class PendingTransfers:
         return landed
 
     def _announce(self, node: Node, tier: int, ranges: Ranges) -> None:
-        """Tell of ranges that came, those nearest the root first, neighbours in one breath."""
+        """Announce ranges that came, those nearest the root first, neighbours in one event."""
         if not self.tree.announcing or not ranges:
             return
         ranges.sort()

@@ -84,14 +84,14 @@ class Tree:
         self.announcing = announcing
         self.events: list[KVEvent] = []
         self.roots: dict[Namespace, Root] = {}
-        self.detached_roots: dict[Root, None] = {}  # evicted namespaces that somebody still holds pages of
+        self.detached_roots: dict[Root, None] = {}  # evicted namespaces of which pages are still held
         self.ghosts = Ghosts(ghost_bytes)
         self.clock = UseClock()
         self.seq = 0
         self.version = 0  # changes whenever a path found earlier may no longer stand
         self.nodes = 0
         self.promises = 0  # made by steps in flight
-        self.uncounted: dict[Any, None] = {}  # who reads windows and is not counted yet, see readers.py
+        self.uncounted: dict[Any, None] = {}  # readers of windows that are not counted yet, see readers.py
 
     # ---- roots
 
@@ -161,7 +161,7 @@ class Tree:
 
     def split(self, node: Node, k: int) -> Node:
         """Cut `node` after its first k pages. The new upper half is returned; the lower half stays `node`,
-        so whoever is anchored at its end still is. Emits nothing, and keeps every hash."""
+        so leases that are anchored at its end still are. Emits nothing, and keeps every hash."""
         assert 0 < k < node.n and node.parent is not None
         cut, parent = k * self.page_bytes, node.parent
         edge = node.edge
@@ -283,7 +283,7 @@ class Tree:
         self.tiers[tier].leaves.evictable -= taken
 
     def unpin(self, node: Node, tier: int) -> None:
-        """Let go of the path to `node`. What nobody holds any more was used just now."""
+        """Let go of the path to `node`. What nothing holds any more was used just now."""
         now, freed = self.clock.now, 0
         at: Node | None = node
         while at is not None:
@@ -307,7 +307,7 @@ class Tree:
     # ---- pruning
 
     def sweep(self, node: Node) -> None:
-        """Prune `node`, and then each ancestor, that nobody holds and that has nothing left."""
+        """Prune `node`, and then each ancestor, that nothing holds and that has nothing left."""
         at: Node | None = node
         while at is not None and at.parent is not None and self._bare(at):
             above = at.parent
@@ -335,7 +335,7 @@ class Tree:
         return True
 
     def prune(self, node: Node) -> None:
-        """Take a node without children out of the tree, with whatever it still has."""
+        """Take a node without children out of the tree, with all that it still has."""
         parent = node.parent
         assert parent is not None and not node.children
         if any([any(copy.pages) for copy in node.copies]):  # noqa: C419  (a list: it is asked of every leaf that goes)

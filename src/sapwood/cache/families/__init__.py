@@ -1,4 +1,4 @@
-"""The rules of reuse, by name: `full`, `window`, `state`, and whatever `register_family` adds."""
+"""The rules of reuse, by name: `full`, `window`, `state`, and those that `register_family` adds."""
 
 from .base import Family, family_class, register_family
 from .builtin import Full, State, Window
