@@ -12,7 +12,7 @@ from .group import DEVICE, HOST
 from .lease import Lease, Match, Sibling, hold
 from .load import Loads
 from .node import Node
-from .page_ids import HOLE, Ids, first_of, one, page_at
+from .page_ids import HOLE, Ids, first_of, one, page_at, part, width
 from .path import Path
 from .pool import FLIGHT, LEASE, UNHOOKED
 from .readers import count_all, idle_in, use
@@ -88,9 +88,9 @@ class Admission:
             if columns and depth > boundary and (tree.families[g].reads_promised or not tree.promises):
                 more = path.device_run(g, boundary, depth)
                 if more:
-                    spans[g] = [*spans[g], (boundary, boundary + len(more) // 4)]
+                    spans[g] = [*spans[g], (boundary, boundary + width(more))]
                     tables[g] += more
-            need[g] = max(0, columns - len(tables[g]) // 4)
+            need[g] = max(0, columns - width(tables[g]))
         for g in tree.slots:
             need[g] = 1
         for g, (wanted, _) in load.items():
@@ -128,7 +128,7 @@ class Admission:
             return
         columns = np.concatenate([np.arange(n.start, n.start + k, dtype=np.int32) for n, k in parts])
         for g in tree.closed:
-            ids = b"".join(bytes(n.copies[HOST].pages[g][: 4 * k]) for n, k in parts)
+            ids = b"".join([part(n.copies[HOST].pages[g], 0, k) for n, k in parts])
             load[g] = (columns, np.frombuffer(ids, np.int32))
 
     def _load_one(
@@ -243,7 +243,7 @@ class Admission:
         fewer = upto
         for g in tree.sliding:
             there = self.tree.device.available(g) - less.get(g, 0) - keep.rows
-            fewer = min(fewer, (len(wish.tables[g]) // 4 + there) * size)
+            fewer = min(fewer, (width(wish.tables[g]) + there) * size)
         return fewer if match.start + keep.least <= fewer < upto else 0
 
     def admit_from_zero(self, match: Match, upto: int, keep: Reserve) -> tuple[Lease, Operation | None] | None:
@@ -275,7 +275,7 @@ class Admission:
         for g in tree.sliding:
             spans = wish.spans[g]
             table = lease.tables[g] = wish.tables[g]
-            upto = lease.upto[g] = len(table) // 4
+            upto = lease.upto[g] = width(table)
             lease.low[g] = spans[0][0] if spans else upto
             if spans:
                 use(tree, lease.node, lease.low[g])
@@ -318,7 +318,7 @@ class Admission:
         tree = self.tree
         if lease.detached:
             for g in tree.closed:
-                lease.upto[g] = len(lease.tables[g]) // 4
+                lease.upto[g] = width(lease.tables[g])
             return
         nodes = tree.path_to(lease.node).nodes
         for g in tree.closed:
@@ -332,7 +332,7 @@ class Admission:
         """Up to which token, at most `upto`, every group could give pages now."""
         tree, size = self.tree, self.tree.page_size
         for g in tree.paged:
-            have = len(lease.tables[g]) // 4
+            have = width(lease.tables[g])
             if (have + tree.device.pools[g].free) * size < upto:  # else it need not be asked what could go
                 upto = min(upto, (have + tree.device.available(g)) * size)
         return upto
@@ -340,7 +340,7 @@ class Admission:
     def grow(self, lease: Lease, upto: int) -> bool:
         """Private pages for the tokens up to `upto`, in every group or (False, nothing changed) in none."""
         device, columns = self.tree.device, -(-upto // self.tree.page_size)
-        need = {g: more for g in self.tree.paged if (more := columns - len(lease.tables[g]) // 4) > 0}
+        need = {g: more for g in self.tree.paged if (more := columns - width(lease.tables[g])) > 0}
         if not device.try_make(need):
             return False
         for g, n in need.items():

@@ -21,8 +21,8 @@ _SHOWN_TOKENS = 16  # of a node
 
 def held_events(cache: HybridPrefixCache) -> list[KVEvent]:
     """A `BlockStored` for everything that is announced and was not removed since: tier by tier, each path from its root
-    down. After an `AllBlocksCleared` they are worth as much as all events up to now, drained or not. Changes nothing but
-    hashes that were not computed yet."""
+    down. After an `AllBlocksCleared` they are worth as much as all events up to now, drained or not. Changes
+    nothing but hashes that were not computed yet."""
     tree = cache._tree
     undrained, tree.events = tree.events, []
     try:

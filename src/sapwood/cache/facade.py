@@ -44,8 +44,8 @@ class HybridPrefixCache:
 
     `events` records KV events for `drain_events`; `hashes` computes page hashes even without them (for a store).
     `enabled=False` finds and keeps nothing, with the same interface. `ghost_bytes` bounds the memory of what was
-    evicted, for `explain`. Real pages are offered for saving in spans of at least `save_pages`, and what is left of a request
-    when it ends.
+    evicted, for `explain`. Real pages are offered for saving in spans of at least `save_pages`, and what is left of a
+    request when it ends.
 
     slides             leases give pages back as they go, so that `slide` has work to do
     has_host           there is a second tier

@@ -11,7 +11,7 @@ from .group import DEVICE
 from .lease import Lease, hold
 from .match import Matcher
 from .node import Node
-from .page_ids import HOLE, as_ids, has_hole, one, present, runs, runs_of
+from .page_ids import HOLE, as_ids, has_hole, one, part, present, put, runs, runs_of
 from .path import Path
 from .pool import FLIGHT, LEASE
 from .readers import read, unread, unread_one, use
@@ -62,8 +62,8 @@ class Follower:
             for column in range(low, split):
                 if (g, column) in lease.own:
                     self._give_up_duplicate(lease, g, column)
-        shared, private = table[4 * low : 4 * split], table[4 * split : 4 * high]
-        table[4 * low : 4 * high] = bytes(4 * (high - low))
+        shared, private = part(table, low, split), part(table, split, high)
+        put(table, low, HOLE * (high - low))
         if not shared:
             pass
         elif lease.detached:
@@ -84,7 +84,7 @@ class Follower:
         page = lease.own.pop((g, column))
         self.tree.device.pools[g].release(one(page), LEASE)
         if lease.detached:
-            lease.tables[g][4 * column : 4 * column + 4] = HOLE
+            put(lease.tables[g], column, HOLE)
 
     def refit(
         self, lease: Lease, path: Path, boundary: int, depth: int, length: int, held: StepInFlight | None
@@ -223,18 +223,18 @@ class Follower:
         nodes = tree.path_to(node).nodes
         for g in tree.closed:
             pool = tree.device.pools[g]
-            spare = present(lease.tables[g][4 * lease.upto[g] : 4 * depth])
+            spare = present(part(lease.tables[g], lease.upto[g], depth))
             if held is None:
                 pool.release(spare, LEASE)
             else:
                 pool.move(spare, LEASE, FLIGHT)
                 held.freed.append((g, spare))
             lease.tables[g] = bytearray().join(
-                [*(at.copies[DEVICE].pages[g] for at in nodes), lease.tables[g][4 * depth :]]
+                [*(at.copies[DEVICE].pages[g] for at in nodes), part(lease.tables[g], depth)]
             )
             for (group, column), page in lease.own.items():
                 if group == g:
-                    lease.tables[g][4 * column : 4 * column + 4] = one(page)
+                    put(lease.tables[g], column, one(page))
             lease.upto[g] = depth
         lease.node, lease.depth = node, depth
         note_promises(tree, lease)

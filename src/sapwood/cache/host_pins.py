@@ -15,7 +15,7 @@ import numpy as np
 from .group import HOST
 from .lease import Binding, PinHolder, hold
 from .match import Matcher
-from .page_ids import Ids, as_ids
+from .page_ids import Ids, as_ids, part
 from .path import Path
 from .roots import Root
 from .transfer import PendingTransfers, host_runs
@@ -99,10 +99,10 @@ class HostPins:
         found: dict[int, Ids] = {}
         for g in tree.closed:
             held = b"".join([bytes(node.copies[HOST].pages[g]) for node in path.nodes])
-            found[g] = as_ids(held[: 4 * boundary])
+            found[g] = as_ids(part(held, 0, boundary))
         for g in tree.sliding:
             parts = [
-                as_ids(pages[4 * low : 4 * high])
+                as_ids(part(pages, low, high))
                 for first, end in tree.families[g].columns(boundary, length)
                 for at, low, high in tree.cover(path.nodes[-1], first, end)
                 if (pages := at.copies[HOST].pages[g])

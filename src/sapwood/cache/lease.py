@@ -18,7 +18,7 @@ import numpy as np
 
 from .group import DEVICE
 from .namespace import Namespace
-from .page_ids import HOLE, Ids, PageIds, Ranges, one, present, runs_of
+from .page_ids import HOLE, Ids, PageIds, Ranges, as_ids, leading_holes, one, part, present, runs_of, width
 from .path import Path
 from .readers import count_all, read, unread
 
@@ -202,19 +202,11 @@ class Lease:
 
     def reach(self, groups: list[int]) -> int:
         """How many columns have a page, or had one, in each of these groups."""
-        least = 1 << 40
-        for g in groups:
-            if len(self.tables[g]) < least:
-                least = len(self.tables[g])
-        return least // 4
+        return min([width(self.tables[g]) for g in groups], default=1 << 40)
 
     def columns(self, groups: list[int]) -> int:
         """How many columns its tables have in the widest of these groups, or will have once they are loaded."""
-        most = 4 * self.boundary if self.waits else 0
-        for g in groups:
-            if len(self.tables[g]) > most:
-                most = len(self.tables[g])
-        return most // 4
+        return max([self.boundary if self.waits else 0, *[width(self.tables[g]) for g in groups]])
 
     def write_from(self, tree: Tree, start: int) -> dict[str, int]:
         """By group: the first position that a row beginning at `start` may write; pages before it are the tree's."""
@@ -261,7 +253,7 @@ class Lease:
             there = [node for node in tree.path_to(self.node).nodes if node.copies[DEVICE].count]
             for g in tree.closed:
                 self.tables[g] = bytearray().join([node.copies[DEVICE].pages[g] for node in there])
-                self.upto[g] = len(self.tables[g]) // 4
+                self.upto[g] = width(self.tables[g])
             self.shared = {transfer: tree.shared(self.node, transfer.node) for transfer in self.waits}
         for g in tree.closed:
             tree.device.pools[g].read_unhooked(self.adopted(g)[1].tobytes())
@@ -284,21 +276,15 @@ class Lease:
     def reading(self, g: int) -> Ranges:
         """The columns of a group that is not closed where this lease is a reader: wherever its table has a page that
         it has handed to the tree or taken from there, or a duplicate of that."""
-        raw = self.tables[g][: 4 * self.upto[g]]
-        end = len(raw) // 4
-        low = end + -len(raw.lstrip(HOLE)) // 4
-        if HOLE not in raw[4 * low :]:  # as most windows are: holes, then none
+        ids = part(self.tables[g], 0, self.upto[g])
+        low, end = leading_holes(ids), width(ids)
+        if HOLE not in part(ids, low):  # as most windows are: holes, then none
             return [(low, end)] if low < end else []
-        return runs_of(np.frombuffer(raw, np.int32))
+        return runs_of(as_ids(ids))
 
     def adopted(self, g: int) -> tuple[Ids, Ids]:
         """Columns and ids of the tree's pages in this lease's table."""
-        raw = self.tables[g][: 4 * self.upto[g]]
-        end = len(raw) // 4
-        low = end + -len(raw.lstrip(HOLE)) // 4
-        if not self.own and HOLE not in raw[4 * low :]:  # as most windows are: holes, then none
-            return np.arange(low, end, dtype=np.int32), np.frombuffer(raw[4 * low :], np.int32)
-        ids = np.frombuffer(raw, np.int32)
+        ids = as_ids(part(self.tables[g], 0, self.upto[g]))
         there = ids != 0
         if self.own:
             for group, column in self.own:
@@ -309,7 +295,7 @@ class Lease:
 
     def private(self, g: int, first: int = 0) -> PageIds:
         """Ids of the pages of a paged group that this lease alone has, in columns from `first` on."""
-        ids = present(self.tables[g][4 * max(self.upto[g], first) :])
+        ids = present(part(self.tables[g], max(self.upto[g], first)))
         if not self.own:
             return ids
         own = [one(page) for (group, column), page in self.own.items() if group == g and column >= first]
@@ -423,7 +409,7 @@ def read_held(
 def _pages_in(tree: Tree, node: Node, tier: int, g: int, where: Ranges) -> bytes:
     """The pages that a group has in these columns of the path to `node`."""
     parts = [
-        present(pages[4 * first : 4 * last])
+        present(part(pages, first, last))
         for low, high in where
         for at, first, last in tree.cover(node, low, high)
         if (pages := at.copies[tier].pages[g])

@@ -10,7 +10,7 @@ from .flight import note_promises
 from .group import DEVICE, HOST
 from .lease import Lease
 from .node import Node
-from .page_ids import Ids, as_ids, runs, runs_of, spread
+from .page_ids import Ids, as_ids, lengthened, runs, runs_of, spread
 from .pool import FLIGHT, UNHOOKED
 from .readers import read
 from .transfer import Operation, Parts, PendingTransfers, Transfer
@@ -218,8 +218,7 @@ class Loads:
                         pool.read_unhooked(ids.tobytes())
                     continue
                 spans = [(0, lease.boundary)] if g in tree.closed else lease.wanted.get(g, [])
-                if len(lease.tables[g]) < 4 * lease.boundary:
-                    lease.tables[g].extend(bytes(4 * lease.boundary - len(lease.tables[g])))
+                lease.tables[g] = lengthened(lease.tables[g], lease.boundary)
                 lease.upto[g] = max(lease.upto[g], lease.boundary)  # given, not private: others may read them too
                 table = np.frombuffer(lease.tables[g], np.int32)
                 for low, high in spans:

@@ -8,6 +8,7 @@ from .ghosts import crc_at
 from .group import DEVICE
 from .lease import Binding, Match, Sibling
 from .node import Node
+from .page_ids import page_at
 from .path import Path, agree
 from .roots import Root
 from .tree import Tree
@@ -148,7 +149,7 @@ class Matcher:
             return False
         for g in tree.sliding:
             pages = node.copies[DEVICE].pages[g]
-            if pages is None or not any(pages[4 * at : 4 * at + 4]):
+            if not page_at(pages, at):
                 return False
         return all(node.is_real(g, node.start + at, g in tree.closed) for g in range(len(tree.groups)))
 

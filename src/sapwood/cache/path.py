@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .group import DEVICE, HOST
-from .page_ids import HOLE
+from .page_ids import HOLE, page_at
 
 if TYPE_CHECKING:
     from .node import Node
@@ -119,31 +119,6 @@ class Path:
                     break
         return table
 
-    def device_raw(self, index: int, low: int, high: int) -> bytes | None:
-        """The device pages of a group from `low` to `high`; None if one is missing."""
-        if low >= high:
-            return b""
-        parts = []
-        for node in reversed(self.nodes):
-            start = node.start
-            if start >= high:
-                continue
-            pages = node.copies[DEVICE].pages[index]
-            if not pages:
-                return None
-            if start > low and start + node.n <= high:
-                parts.append(pages)
-            else:
-                parts.append(pages[4 * (low - start) if low > start else 0 : 4 * (high - start)])
-            if start <= low:
-                break
-        parts.reverse()
-        raw = b"".join(parts)
-        # Four zero bytes in a row are a hole, or two ids beside each other: only then look closer.
-        if len(raw) < 4 * (high - low) or (HOLE in raw and 0 in memoryview(raw).cast("i").tolist()):
-            return None
-        return raw
-
     def device_run(self, index: int, low: int, high: int) -> bytearray:
         """The device pages of a group from `low` on, at most to `high`, as far as there is no hole."""
         pages = self.device_pages(index, [(low, high)], high)[4 * low :]
@@ -158,8 +133,7 @@ class Path:
         for node in reversed(self.nodes):
             if node.start <= column:
                 pages = node.copies[HOST].pages[index] if self.tree.has_host else None
-                at = 4 * (column - node.start)
-                return int.from_bytes(pages[at : at + 4], "little") if pages else 0
+                return page_at(pages, column - node.start)
         return 0
 
     def holding(self, depth: int) -> Node:

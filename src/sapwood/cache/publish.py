@@ -11,7 +11,7 @@ from .group import DEVICE, HOST
 from .hashes import hash_path
 from .lease import Lease, Span
 from .node import Node
-from .page_ids import Run, as_ids, joined, lengthened, one, page_at, ranges, runs_of
+from .page_ids import Run, as_ids, joined, lengthened, one, page_at, part, put, ranges, runs_of, width
 from .path import agree
 from .pool import FLIGHT, LEASE, TREE
 from .readers import read
@@ -143,8 +143,9 @@ class Publisher:
     def check_pages(self, lease: Lease, upto: int) -> None:
         """ValueError if a lease was not given the first `upto` pages of some group, which it is to publish."""
         for g in self.tree.paged:
-            if len(lease.tables[g]) < 4 * upto:
-                have, name = len(lease.tables[g]) // 4, self.tree.groups[g].name
+            have = width(lease.tables[g])
+            if have < upto:
+                name = self.tree.names[g]
                 raise ValueError(f"the lease has {have} pages of group {name!r}, cannot publish {upto}")
 
     def check_rows(self, leases: Sequence[Lease], pages: Sequence[bytes]) -> None:
@@ -275,12 +276,12 @@ class Publisher:
         """A node that was on host only gets the lease's computed pages as its device copy."""
         pages = {}
         for g in self.tree.closed:
-            pages[g] = bytes(lease.tables[g][4 * low : 4 * high])
+            pages[g] = bytes(part(lease.tables[g], low, high))
             self.tree.device.pools[g].move(pages[g], LEASE, TREE)
         self.tree.closed_pages.put(node, DEVICE, pages)
 
     def _append(self, lease: Lease, node: Node, depth: int, tokens: bytes | bytearray, offset: int, upto: int) -> None:
-        """New pages [depth, upto) below `node`: its own edge grows where no other holder minds, else a child is added."""
+        """New pages [depth, upto) below `node`: its edge grows where no other holder minds, else a child is added."""
         tree = self.tree
         n = upto - depth
         end = offset + n * tree.page_bytes
@@ -303,7 +304,7 @@ class Publisher:
                 node.copies[DEVICE].backed_children += 1
             lease.node = child
         for g in tree.closed:
-            mine = lease.tables[g][4 * depth : 4 * upto]
+            mine = part(lease.tables[g], depth, upto)
             tree.device.pools[g].move(mine, LEASE, TREE)
             there = copy.pages[g]
             if type(there) is bytearray:
@@ -335,9 +336,9 @@ class Publisher:
         filled: list[Run] = []
         for node, first, last in reversed(tree.cover(lease.node, lease.upto[g], upto)):
             start = node.start
-            mine = table[4 * (start + first) : 4 * (start + last)]
+            mine = part(table, start + first, start + last)
             taken = tree.sliding_pages[g].fill(node, DEVICE, first, mine)
-            filled += [(start + low, table[4 * (start + low) : 4 * (start + high)]) for low, high in taken]
+            filled += [(start + low, part(table, start + low, start + high)) for low, high in taken]
             if lease.counted:
                 for low, high in runs_of(as_ids(mine)):
                     read(tree, node, DEVICE, g, start + first + low, start + first + high)
@@ -383,6 +384,6 @@ class Publisher:
             else:
                 tree.device.pools[g].move(one(page), LEASE, FLIGHT)
                 held.freed.append((g, one(page)))
-            lease.tables[g][4 * column : 4 * column + 4] = one(theirs)
+            put(lease.tables[g], column, one(theirs))
             self.replaced.append(Replaced(lease, tree.groups[g].name, column, theirs))
         return left

@@ -5,8 +5,8 @@ A column may be read while it is a hole, by a step whose pages were withdrawn un
 Once a namespace is unhooked there are no columns any more, and pools count the readers of each page.
 
 Counting is for eviction alone. So leases and saves begin uncounted (`Tree.uncounted`): most come and go while free
-pages are enough, and are never counted. `count_all` counts them when it matters what eviction could take, or when what they
-read is taken apart; from then on they keep their counts up to date.
+pages are enough, and are never counted. `count_all` counts them when it matters what eviction could take, or when
+what they read is taken apart; from then on they keep their counts up to date.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from .group import DEVICE, HOST
 from .lease import PinHolder, Span, hold
 from .node import Node
-from .page_ids import Ranges, as_ids, has_hole, mask_runs, one, spread
+from .page_ids import PageIds, Ranges, as_ids, has_hole, mask_runs, one, part, spread, width
 from .pool import FLIGHT
 from .publish import Publisher
 from .sliding import NEAR, WINDOW
@@ -125,7 +125,7 @@ class Saves:
                 first = low
             if high > end:
                 end = high
-            need[g] = len(sources[DEVICE, g]) // 4
+            need[g] = width(sources[DEVICE, g])
         return Wanted(where, sources, need, first, end)
 
     def cold_spans(self, most: int) -> list[Span]:
@@ -190,8 +190,8 @@ class Saves:
         first = host.count if host.count > low else low
         if first < high:
             for g in self.closed:
-                ids = bytes(there[g][4 * first : 4 * high])
-                self._put_unsaved(node, g, first, ids, bytearray(b"\1" * (len(ids) // 4)), where, sources)
+                ids = bytes(part(there[g], first, high))
+                self._put_unsaved(node, g, first, ids, bytearray(b"\1" * width(ids)), where, sources)
         low, high = start + low, start + high
         for g in self.slots:
             slots, saved = there[g], host.pages[g] or ()
@@ -212,17 +212,17 @@ class Saves:
         tree = self.tree
         sliding = tree.sliding_pages[g]
         for at, low, high in reversed(tree.cover(span.node, max(0, span.first - sliding.reach), last)):
-            ids = bytes((at.copies[DEVICE].pages[g] or b"")[4 * low : 4 * high])
+            ids = bytes(part(at.copies[DEVICE].pages[g] or b"", low, high))
             if not ids:
                 continue
-            n = len(ids) // 4
+            n = width(ids)
             wanted = bytearray(b"\1" * n)
             if sliding.reach:
                 own = max(0, last - sliding.window - at.start - low)  # where the span's last window begins
                 wanted[:own] = sliding.worth(at)[low : low + min(own, n)].translate(_AT_LEAST[least])
             if has_hole(ids):
                 _mask(wanted, as_ids(ids) != 0)
-            kept = (at.copies[HOST].pages[g] or b"")[4 * low : 4 * (low + n)]
+            kept = part(at.copies[HOST].pages[g] or b"", low, low + n)
             if any(kept):
                 _mask(wanted, as_ids(kept) == 0)
             self._put_unsaved(at, g, low, ids, wanted, where, sources)
@@ -264,7 +264,7 @@ class Saves:
             if low < high:
                 wanted[low:high] = bytes(high - low)
         for low, high in mask_runs(wanted):
-            _put_down(g, begin + low, ids[4 * low : 4 * high], where, sources)
+            _put_down(g, begin + low, part(ids, low, high), where, sources)
 
     def save_done(self, op: int, ok: bool) -> Span | None:
         """The save is over. Returns what host has now, for a backup, or None if it failed or has nowhere to go."""
@@ -289,11 +289,13 @@ class Saves:
         return Span(transfer.first, transfer.last, transfer.node)
 
 
-def _put_down(g: int, column: int, ids: bytes, where: dict[int, Ranges], sources: dict[tuple[int, int], bytes]) -> None:
+def _put_down(
+    g: int, column: int, ids: PageIds, where: dict[int, Ranges], sources: dict[tuple[int, int], bytes]
+) -> None:
     """Add a run of pages of a group, which stands behind those that are there."""
-    end = column + len(ids) // 4
+    end = column + width(ids)
     if g not in where:
-        where[g], sources[DEVICE, g] = [(column, end)], ids
+        where[g], sources[DEVICE, g] = [(column, end)], bytes(ids)
         return
     spots = where[g]
     if spots[-1][1] == column:

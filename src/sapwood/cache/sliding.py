@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from .events import announce_removed
-from .page_ids import HOLE, Ids, PageIds, Ranges, as_ids, lengthened, runs_of
+from .page_ids import HOLE, Ids, PageIds, Ranges, as_ids, lengthened, part, put, runs_of, width
 from .pool import FLIGHT, TREE
 from .readers import unread_columns
 
@@ -53,8 +53,8 @@ class SlidingPages:
         g, k, top, low = self.g, upper.n, upper.copies[tier], lower.copies[tier]
         pages, reads = low.pages[g], low.reads[g]
         if pages is not None:
-            top.pages[g] = pages[: 4 * k]
-            low.pages[g] = pages[4 * k :] or None
+            top.pages[g] = part(pages, 0, k)
+            low.pages[g] = part(pages, k) or None
             self.tree.tiers[tier].queues[g].add(upper, top)
         if reads is not None:
             top.reads[g], low.reads[g] = reads[:k], reads[k:]
@@ -69,7 +69,7 @@ class SlidingPages:
         g, copy = self.g, node.copies[tier]
         if copy.pages[g] is not None:
             self.drop(node, tier, range(keep, node.n))
-            copy.pages[g] = copy.pages[g][: 4 * keep] if keep else None
+            copy.pages[g] = part(copy.pages[g], 0, keep) if keep else None
         reads = copy.reads[g]
         if reads is not None:
             del reads[keep:]
@@ -77,16 +77,16 @@ class SlidingPages:
     def fill(self, node: Node, tier: int, low: int, ids: PageIds) -> Ranges:
         """Put pages into the holes of `node` from its column `low` on; a hole among them is none. Returns the columns,
         from its start, that took theirs. The caller moves those to the tree."""
-        g, copy, high = self.g, node.copies[tier], low + len(ids) // 4
+        g, copy, high = self.g, node.copies[tier], low + width(ids)
         pages = copy.pages[g] = lengthened(copy.pages[g], low)
-        if HOLE in ids or any(pages[4 * low : 4 * high]):
+        if HOLE in ids or any(part(pages, low, high)):
             pages = copy.pages[g] = lengthened(pages, high)
             there, mine = np.frombuffer(pages, np.int32)[low:high], as_ids(ids)
             new = (there == 0) & (mine != 0)
             there[new] = mine[new]
             filled = [(low + first, low + last) for first, last in runs_of(new)]
         else:
-            pages[4 * low : 4 * high] = ids
+            put(pages, low, ids)
             filled = [(low, high)]
         tier_here = self.tree.tiers[tier]
         for first, last in filled:
@@ -98,12 +98,13 @@ class SlidingPages:
         """What came fills the holes of the path, and is freed where one was filled meanwhile. Returns the columns of
         the path that took theirs."""
         tree, tier = self.tree, transfer.tier
-        pool, raw = tree.tiers[tier].pools[g], transfer.came[g]
+        pool = tree.tiers[tier].pools[g]
+        raw: PageIds = transfer.came[g]
         kept: Ranges = []
         for begin, end in transfer.ranges[g]:
             for node, low, high in tree.cover(transfer.node, begin, end):
                 column = node.start + low
-                ids = raw[4 * (column - begin) : 4 * (column - begin + high - low)]
+                ids = part(raw, column - begin, column - begin + high - low)
                 filled = self.fill(node, tier, low, ids)
                 if filled == [(low, high)]:
                     pool.move(ids, FLIGHT, TREE)
@@ -115,7 +116,7 @@ class SlidingPages:
                     kept.append((node.start + first, node.start + last))
                 pool.move(as_ids(ids)[used].tobytes(), FLIGHT, TREE)
                 pool.release(as_ids(ids)[~used].tobytes(), FLIGHT)
-            raw = raw[4 * (end - begin) :]
+            raw = part(raw, end - begin)
         kept.sort()
         return kept
 

@@ -11,7 +11,7 @@ from .flight import StepInFlight, unmark, withdraw
 from .follow import Follower
 from .group import DEVICE
 from .lease import Lease, PageCopy, PinHolder, Span, hold
-from .page_ids import PageIds, one
+from .page_ids import PageIds, one, width
 from .pool import FLIGHT, LEASE
 from .publish import Publisher, Replaced
 from .readers import unread
@@ -293,7 +293,7 @@ class StepCommits:
         undo go back to a snapshot."""
         tree = self.tree
         size = tree.page_size
-        have = min((len(lease.tables[g]) // 4 for g in tree.paged), default=-(-position // size))
+        have = min((width(lease.tables[g]) for g in tree.paged), default=-(-position // size))
         position = min(position, have * size)
         if lease.uncopied:
             position, lease.uncopied = min(position, lease.start), False

@@ -21,7 +21,7 @@ from .lease import Binding, PinHolder, Span, hold
 from .match import Matcher
 from .namespace import Namespace
 from .node import Node
-from .page_ids import Ids, Ranges, Run, as_ids, joined, present, ranges, runs_of, spread
+from .page_ids import Ids, Ranges, Run, as_ids, joined, part, present, ranges, runs_of, spread
 from .path import Path
 from .pool import FLIGHT
 from .roots import Root
@@ -317,7 +317,7 @@ class StoreFetches:
                     inside = sorted([depth for depth in pages if begin < depth <= end])
                     pieces += [(depth - 1, pages[depth].to_bytes(4, "little")) for depth in inside]
                     continue
-                ids = as_ids(pages[4 * low : 4 * high])
+                ids = as_ids(part(pages, low, high))
                 begin = at.start + low
                 for a, b in runs_of(ids):
                     pieces.append((begin + a, ids[a:b].tobytes()))

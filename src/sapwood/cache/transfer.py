@@ -14,7 +14,7 @@ from .group import HOST
 from .lease import Lease, PinHolder, read_held
 from .namespace import Namespace
 from .node import Node
-from .page_ids import Ids, Ranges, as_ids, pages_in, picked, runs_of
+from .page_ids import Ids, Ranges, as_ids, pages_in, part, picked, runs_of
 from .pool import FLIGHT
 from .tree import Tree
 
@@ -163,5 +163,5 @@ def host_runs(tree: Tree, node: Node, g: int, spans: Ranges) -> Ranges:
         for low, high in spans
         for at, first, last in tree.cover(node, low, high)
         if (pages := at.copies[HOST].pages[g])
-        for a, b in runs_of(as_ids(pages[4 * first : 4 * last]))
+        for a, b in runs_of(as_ids(part(pages, first, last)))
     ]
