@@ -31,7 +31,7 @@ _NO_PAGE = 1 << 60
 Cover = list[tuple[Node, int, int]]  # nodes of a path, deepest first, and which of their own pages are meant
 
 
-class Shape(Protocol):
+class GroupShape(Protocol):
     """How a kind of memory stands in the tree. Groups of one shape that come and go together share an object."""
 
     def split(self, upper: Node, lower: Node, tier: int) -> None:
@@ -69,7 +69,7 @@ class Tree:
         self.closed_pages = ClosedPages(self)
         self.sliding_pages = {g: SlidingPages(self, g) for g in self.sliding}
         self.snapshots = Snapshots(self)
-        self.shape_of: list[Shape] = [
+        self.shape_of: list[GroupShape] = [
             self.closed_pages if f.closed else self.snapshots if f.shape == "slot" else self.sliding_pages[i]
             for i, f in enumerate(fams)
         ]
