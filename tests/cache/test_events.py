@@ -198,7 +198,7 @@ def test_e01_block_hashes_are_signed_and_big_endian(head, number):
 def test_e01_stored_from_the_root_down_with_parents():
     """New pages are announced once, root side first, each event naming the block it hangs from.
 
-    Mutation: `digest_before` gives None in the middle of a path.
+    Mutation: `digest_above` gives None in the middle of a path.
     """
     engine, router = telling(full(32)), Router()
     prompt = toks(1, 17)

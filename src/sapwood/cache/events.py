@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from .group import DEVICE
-from .hashes import DIGEST_BYTES, digest_before, ensure_hashes, hash_path
+from .hashes import DIGEST_BYTES, digest_above, digests_of, ensure_hashes, hash_path
 from .namespace import Namespace
 from .node import Node
 from .page_ids import Ids
@@ -84,16 +84,14 @@ def announce_stored(tree: Tree, node: Node, tier: int, first: int, last: int) ->
     if first >= node.start:  # all of it in one node, as mostly
         top, low, high = node, first - node.start, last - node.start
         hashes = ensure_hashes(node, high, size)
-        digests, tokens = (
-            bytes(hashes[DIGEST_BYTES * low : DIGEST_BYTES * high]),
-            bytes(node.edge[low * size : high * size]),
-        )
+        digests, tokens = digests_of(hashes, low, high), bytes(node.edge[low * size : high * size])
     else:
         parts = tree.cover(node, first, last)
-        top, low, _ = parts[-1]
+        top, low, high = parts[-1]
         digests = hash_path(tree, node, first, last)
+        hashes = ensure_hashes(top, high, size)
         tokens = b"".join([at.edge[begin * size : end * size] for at, begin, end in reversed(parts)])
-    parent = digest_before(top, low, size)
+    parent = digests_of(hashes, low - 1, low) if low else digest_above(top, size)
     tree.events.append(BlockStored(digests, parent, tokens, tree.page_size, MEDIUM[tier], node.root.namespace))
 
 

@@ -62,11 +62,13 @@ class Follower:
             for column in range(low, split):
                 if (g, column) in lease.own:
                     self._give_up_duplicate(lease, g, column)
-        shared, private = part(table, low, split), part(table, split, high)
+        shared = part(table, low, split)
+        if split < high:
+            tree.device.pools[g].release(present(part(table, split, high)), LEASE)
         put(table, low, HOLE * (high - low))
         if not shared:
-            pass
-        elif lease.detached:
+            return
+        if lease.detached:
             tree.device.pools[g].unread_unhooked(present(shared))
         elif lease.counted and split - low == 1:
             if shared != HOLE:
@@ -76,8 +78,6 @@ class Follower:
         elif lease.counted:
             for first, last in runs_of(as_ids(shared)):
                 unread(tree, lease.node, DEVICE, g, low + first, low + last)
-        if private:
-            tree.device.pools[g].release(present(private), LEASE)
 
     def _give_up_duplicate(self, lease: Lease, g: int, column: int) -> None:
         """The page of its own that a lease has beside the tree's. It is a reader of the tree's all the same."""

@@ -89,11 +89,8 @@ def _extend(node: Node, upto: int, page_bytes: int) -> bytearray:
     return hashes
 
 
-def digest_before(node: Node, column: int, page_bytes: int) -> bytes | None:
-    """The digest of the page before the page `column` of `node`, counted from its start; None if that is the first page
-    of its path."""
-    if column:
-        return digests_of(ensure_hashes(node, column, page_bytes), column - 1, column)
+def digest_above(node: Node, page_bytes: int) -> bytes | None:
+    """The digest of the page before `node`; None if it begins its path."""
     above = node.parent
     assert above is not None
     return last_digest(ensure_hashes(above, above.n, page_bytes)) if above.n else None

@@ -202,11 +202,12 @@ class Lease:
 
     def reach(self, groups: list[int]) -> int:
         """How many columns have a page, or had one, in each of these groups."""
-        return min([width(self.tables[g]) for g in groups], default=1 << 40)
+        return min([len(self.tables[g]) for g in groups], default=1 << 40) // 4
 
     def columns(self, groups: list[int]) -> int:
         """How many columns its tables have in the widest of these groups, or will have once they are loaded."""
-        return max([self.boundary if self.waits else 0, *[width(self.tables[g]) for g in groups]])
+        most = max([len(self.tables[g]) for g in groups], default=0) // 4
+        return max(most, self.boundary) if self.waits else most
 
     def write_from(self, tree: Tree, start: int) -> dict[str, int]:
         """By group: the first position that a row beginning at `start` may write; pages before it are the tree's."""

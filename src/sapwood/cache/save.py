@@ -54,12 +54,12 @@ class Saves:
     def begin_save(self, span: Span) -> Operation | None:
         """Start to copy to host what of `span` is not there and not on its way. None: nothing to do, no room, or (then
         the next step offers it again) pages above it are only promised."""
-        tree, end = self.tree, span.node
-        if not tree.has_host or end.parent is None or not end.root.attached:
+        tree, bottom = self.tree, span.node
+        if not tree.has_host or bottom.parent is None or not bottom.root.attached:
             return None
-        last = min(span.last, end.end)
-        path = tree.cover(end, span.first, last)
-        if tree.first_promised(end) < (path[-1][0] if path else end).start:
+        last = min(span.last, bottom.end)
+        path = tree.cover(bottom, span.first, last)
+        if tree.first_promised(bottom) < (path[-1][0] if path else bottom).start:
             self.publisher.real.append(span)  # to be offered again with the next step: it will be known then
             return None
         host, left_out = tree.tiers[HOST], 0
@@ -72,7 +72,7 @@ class Saves:
             count = sum(wanted.need.values())
             left_out = max(left_out, count)
             # Of a node behind them with nothing but host pages, nothing is left when these make room.
-            node = tree.node_at(end, wanted.last)
+            node = tree.node_at(bottom, wanted.last)
             if host.has_free(wanted.need):
                 break
             guard = hold(tree, node, (DEVICE,), (wanted.first, wanted.last), wanted.sources, wanted.windows(self))
