@@ -19,10 +19,10 @@ def age(scheduler: Scheduler, at: int) -> None:
     decoding.standing = decoding.crossing[-at % decoding.page_size]
     book.prefetch.ticks = at
     book.prefetch.owed._numbers = at
-    tree.now = tree.seq = tree.version = at
-    cache._ledger.next_op = at
+    tree.clock.now = tree.seq = tree.version = at
+    cache._transfers.next_op = at
     cache._host_pins._last = at
     for counts in (book.counts, book.prefetch.counts, book.prefetch.owed.counts, scheduler._outcome.counts):
         counts.update(dict.fromkeys(counts, at))
-    for counts in (steps.counts, cache._ledger.counts, cache._checkpoints.counts, cache._tally):
+    for counts in (steps.counts, cache._transfers.counts, cache._checkpoints.counts, cache._statistics.tally):
         counts.update(dict.fromkeys(counts, at))

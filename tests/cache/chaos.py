@@ -247,9 +247,8 @@ def common(ours, theirs) -> int:
 
 def real_blocks(engine: Engine) -> dict[str, set[int]]:
     """The hashes of what the tree really holds of the group events speak of, from the tree itself."""
-    from sapwood.cache.announce import announced
-    from sapwood.cache.events import block_hash
-    from sapwood.cache.hashes import ensure_hashes
+    from sapwood.cache.events import announced, block_hash
+    from sapwood.cache.hashes import digests_of, ensure_hashes
 
     tree = engine.cache._tree
     held: dict[str, set[int]] = {"GPU": set(), "CPU": set()}
@@ -263,7 +262,7 @@ def real_blocks(engine: Engine) -> dict[str, set[int]]:
                 if len(columns):
                     hashes = ensure_hashes(node, int(columns[-1]) + 1, tree.page_bytes)
                     held["GPU" if t == 0 else "CPU"] |= {
-                        block_hash(bytes(hashes[32 * c : 32 * c + 32])) for c in columns.tolist()
+                        block_hash(digests_of(hashes, c, c + 1)) for c in columns.tolist()
                     }
     return held
 

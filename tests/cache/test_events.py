@@ -198,7 +198,7 @@ def test_e01_block_hashes_are_signed_and_big_endian(head, number):
 def test_e01_stored_from_the_root_down_with_parents():
     """New pages are announced once, root side first, each event naming the block it hangs from.
 
-    Mutation: `_digest_above` gives None in the middle of a path.
+    Mutation: `digest_above` gives None in the middle of a path.
     """
     engine, router = telling(full(32)), Router()
     prompt = toks(1, 17)
@@ -224,7 +224,7 @@ def test_e01_stored_from_the_root_down_with_parents():
 def test_e01_stored_in_order_though_the_path_was_cut_meanwhile():
     """When a path is cut between its plan and the end of its step, its pages are still announced root side first.
 
-    Mutation: `tell_stored` does not reverse its parts.
+    Mutation: `announce_stored` does not reverse its parts, or `hash_path`.
     """
     engine, router = telling(full(32)), Router()
     prompt, branch = toks(1, 17), toks(1, 8) + toks(2, 9)
@@ -239,7 +239,7 @@ def test_e01_stored_in_order_though_the_path_was_cut_meanwhile():
 def test_e01_generated_pages_are_announced_as_they_fill():
     """Pages that fill while decoding, one step ahead, are announced one by one, each below the one before.
 
-    Mutation: `Publisher.publish_rows` announces nothing (its `tell_page`).
+    Mutation: `Publisher.publish_rows` announces nothing.
     """
     engine, router = telling(full(32)), Router()
     request = engine.submit("request", toks(1, 6), max_tokens=12)
@@ -273,7 +273,7 @@ def test_e01_what_is_only_promised_is_not_announced():
 def test_e01_removed_once_and_children_before_parents():
     """Pages that leave are announced once, the deepest first, also when a leaf is trimmed bit by bit.
 
-    Mutation: `tell_removed` does not turn its columns around; `ClosedPages.free_from` does not tell.
+    Mutation: `announce_removed` does not turn its columns around; `ClosedPages.free_from` does not tell.
     """
     engine, router = telling(full(24)), Router()
     trunk = toks(1, 16)

@@ -208,7 +208,7 @@ def test_f04_a_batch_that_just_fits_fits_and_one_more_does_not():
 def test_f04_a_checkpoint_takes_the_slot_of_an_idle_snapshot():
     """When no slot is free, a checkpoint is made in the place of a snapshot nobody uses.
 
-    Mutation: `Checkpoints.checkpoint` asks for a free slot instead of `room.can_make`.
+    Mutation: `Checkpoints.checkpoint` asks for a free slot instead of `Tier.can_make`.
     """
     engine = engine_of(full(64), state(2))
     engine.run("a", toks(1, 9))
@@ -222,7 +222,7 @@ def test_f04_a_checkpoint_takes_the_slot_of_an_idle_snapshot():
 def test_f04_no_credit_for_slots_that_are_about_to_be_snapshots():
     """A slot that a step in flight will fill with a checkpoint is given to nobody before that step is done.
 
-    Mutation: `Room.available` counts slots in flight.
+    Mutation: `Tier.available` counts slots in flight.
     """
     engine = engine_of(full(64), state(2))
     maker = engine.submit("maker", toks(1, 9), max_tokens=3)
@@ -773,7 +773,7 @@ STATE_LAST = (full(24), window(6, 24), state(2))
 def test_f12_a_group_without_room_leaves_the_others_as_they_were(groups, guests, pages):
     """An admission that fails in the last group has evicted, pinned and taken nothing in the groups before it.
 
-    Mutation: `Room.can_make` returns after its first group.
+    Mutation: `Tier.can_make` returns after its first group.
     """
     engine = engine_of(*groups)
     cached = toks(1, 9)

@@ -101,7 +101,7 @@ def test_l02_every_path_uses_the_requests_own_namespace(layout):
     request reads, publishes, saves and loads under its own namespace, while others do the same with the same tokens.
 
     Mutation: `Follower.adopt` (later chunks) walks the first root it finds; or `PendingTransfers.begin` names the
-    default namespace in its operation; or `tell_stored` does in its event.
+    default namespace in its operation; or `announce_stored` does in its event.
     """
     engine = engine_of(*LAYOUTS[layout](), save="through", events=True, every=1)
     prompt = toks(1, 13)
@@ -579,3 +579,23 @@ def test_l14_a_tenant_learns_nothing_of_another():
     before = told()
     engine.run("other", prompt, ns=TENANT_2)
     assert told() == before
+
+
+@each_layout
+def test_what_each_namespace_has_adds_up(layout):
+    """Three tenants with prompts of different lengths: what each has by tier and group is counted in one call, a longer
+    prompt has no less, and together they have what the pools say is in the tree.
+
+    Mutation: `Root.pages` looks at one tier only, or counts holes.
+    """
+    engine = engine_of(*LAYOUTS[layout](), save="through")
+    for length, space in zip((5, 9, 13), TENANTS, strict=True):
+        engine.run(f"of {space}", toks(1, length), 2, space)
+    engine.idle()
+    tree = engine.cache._tree
+    each = [tree.roots[space].pages(tree) for space in TENANTS]
+    for t, tier in enumerate(("device", "host")):
+        for g, group in enumerate(engine.cache.groups):
+            counts = [pages[t][g] for pages in each]
+            assert sum(counts) == engine.pages(group.name, tier)["tree"] > 0, f"{group.name} on {tier}: {counts}"
+            assert group.family != "full" or counts == sorted(counts)

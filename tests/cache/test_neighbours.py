@@ -101,7 +101,7 @@ WRONG = {
 def test_publishing_what_is_not_there_is_refused(name: str) -> None:
     """A caller that publishes pages its lease has not got is told so, and nothing has changed.
 
-    Mutation: `_has_pages` returns without looking.
+    Mutation: `Publisher.check_pages` returns without looking.
     """
     cache, lease, prompt = opened(upto=8)
     if name == "publish a row without a page":
@@ -212,7 +212,7 @@ def test_what_is_adopted_counts_beyond_what_was_computed_and_once_it_is_used() -
     those three are.
 
     Mutation: `adopt` counts all that it passes, or does not call `_computed`; `retract` does not call
-    `_replace_provisional_hit`.
+    `Statistics.begins_at`.
     """
     cache, bob, prompt = opened(full(16))
 

@@ -94,7 +94,7 @@ def test_m01_two_live_requests_read_the_same_pages(layout):
 def test_m02_adopting_copies_nothing(layout):
     """Adopting a cached prefix copies no page and takes none: it is served by reference to the last token.
 
-    Mutation: `Admission.extend` gives `columns` new pages without subtracting those the lease has already.
+    Mutation: `Admission.grow` gives `columns` new pages without subtracting those the lease has already.
     """
     engine = engine_of(*SHARED[layout]())
     prompt = toks(1, 32)

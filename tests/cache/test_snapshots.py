@@ -101,10 +101,10 @@ def test_f03_snapshots_of_a_node_go_in_the_order_of_their_use():
     tree = Tree(PAGE, (full(8), state(8)), False, False, 0)
     node = tree.attach(tree.root_of(BASE).top, bytes(8 * 4 * PAGE), 8)
     for depth in (2, 5, 4, 7):
-        tree.now += 1
+        tree.clock.step_over()
         assert tree.snapshots.put(node, DEVICE, 1, depth, first_of(tree.device.pools[1].allocate(1, FLIGHT)))
     assert list(node.copies[DEVICE].pages[1]) == [2, 4, 5, 7]
-    tree.now += 1
+    tree.clock.step_over()
     tree.snapshots.use(node.copies[DEVICE], 2)
     tree.pin(node, DEVICE)
     tree.device.pools[1].read(node.copies[DEVICE].pages[1][5])

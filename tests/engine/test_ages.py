@@ -33,7 +33,7 @@ def test_S16_jobs_and_operations_pass_their_limits(tmp_path, limit, process):
     again = machine.serve("again", PROMPT, 9)
     assert (again.cached, again.computed) == (24, 1)
     assert machine.said["again"] == machine.said["ann"] == young.said["ann"]
-    assert store._jobs > limit and machine.cache._ledger.next_op > limit
+    assert store._jobs > limit and machine.cache._transfers.next_op > limit
     machine.close()
     young.close()
 

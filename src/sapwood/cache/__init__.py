@@ -1,22 +1,22 @@
 """The hybrid, hierarchical prefix cache: what is remembered. numpy and the standard library only; no clock, no I/O."""
 
 from .admission import Reserve
-from .begins import NEAR_TOKENS
+from .arguments import token_bytes, whole_number
+from .contents import held_events
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from .explain import Explanation
 from .facade import HybridPrefixCache
 from .families import Family, register_family
-from .group import CacheGroup, validate_groups, whole_number
-from .held import held_events
+from .group import CacheGroup, validate_groups
 from .host_pins import PinnedOnHost
 from .lease import Binding, Lease, Match, PageCopy, Span
 from .load import Landed
 from .namespace import Namespace
 from .pool import PoolError
 from .publish import Replaced
+from .sliding import NEAR_TOKENS
 from .steps import Commit
 from .stored import MissingPages, StoreOperation
-from .tokens import token_bytes
 from .transfer import Operation
 
 __all__ = [

@@ -12,11 +12,10 @@ from .group import DEVICE, HOST
 from .lease import Lease, Match, Sibling, hold
 from .load import Loads
 from .node import Node
-from .page_ids import HOLE, Ids, first_of, one, page_at
+from .page_ids import HOLE, Ids, first_of, one, page_at, part, width
 from .path import Path
 from .pool import FLIGHT, LEASE, UNHOOKED
 from .readers import count_all, idle_in, use
-from .room import Room
 from .transfer import Operation, Transfer
 from .tree import Tree
 
@@ -39,7 +38,7 @@ class Reserve(NamedTuple):
 
     tokens: int = 0  # how many tokens the request itself will have soon; at least what it is admitted for
     pages: int = 0  # what running requests will still take of each closed group
-    rows: int = 0  # how many of them run
+    rows: int = 0  # how many requests run
     least: int = 0  # the fewest tokens worth starting with, where groups that slide are short; 0: all that was asked
 
 
@@ -48,11 +47,10 @@ _NO_SLOTS: dict[int, int] = {}
 
 
 class Admission:
-    """Where requests come in."""
+    """Makes leases of matches, and gives leases more pages."""
 
-    def __init__(self, tree: Tree, room: Room, loads: Loads) -> None:
+    def __init__(self, tree: Tree, loads: Loads) -> None:
         self.tree = tree
-        self.room = room
         self.loads = loads
 
     def wish(self, match: Match, upto: int) -> Demand:
@@ -90,9 +88,9 @@ class Admission:
             if columns and depth > boundary and (tree.families[g].reads_promised or not tree.promises):
                 more = path.device_run(g, boundary, depth)
                 if more:
-                    spans[g] = [*spans[g], (boundary, boundary + len(more) // 4)]
+                    spans[g] = [*spans[g], (boundary, boundary + width(more))]
                     tables[g] += more
-            need[g] = max(0, columns - len(tables[g]) // 4)
+            need[g] = max(0, columns - width(tables[g]))
         for g in tree.slots:
             need[g] = 1
         for g, (wanted, _) in load.items():
@@ -130,7 +128,7 @@ class Admission:
             return
         columns = np.concatenate([np.arange(n.start, n.start + k, dtype=np.int32) for n, k in parts])
         for g in tree.closed:
-            ids = b"".join(bytes(n.copies[HOST].pages[g][: 4 * k]) for n, k in parts)
+            ids = b"".join([part(n.copies[HOST].pages[g], 0, k) for n, k in parts])
             load[g] = (columns, np.frombuffer(ids, np.int32))
 
     def _load_one(
@@ -153,7 +151,7 @@ class Admission:
         load: dict[int, tuple[Ids, Ids]],
         joined: list[Transfer],
     ) -> None:
-        """Where the device has nothing in `spans`, host has: put that down for loading."""
+        """Add the pages in `spans` that the device lacks to what is to be loaded: host has them."""
         for low, high in spans:
             if table.find(HOLE, 4 * low, 4 * high) < 0:
                 continue
@@ -177,27 +175,28 @@ class Admission:
 
     def admit(self, match: Match, upto: int, keep: Reserve) -> tuple[Lease, Operation | None] | None:
         """A lease on everything `match` promised, with private pages up to token `upto`; or None, nothing changed."""
-        tree, room = self.tree, self.room
+        tree = self.tree
+        device = tree.device
         wish = self.wish(match, upto)
         need = wish.need if keep is NOTHING_KEPT else self._ahead(wish, upto, keep)
         sibling = match.sibling
-        fits = room.has(DEVICE, need)
+        fits = device.has_free(need)
         if not fits:
             less = self._less(match, wish, need)
-            if not room.can_make(DEVICE, need, less):
+            if not device.can_make(need, less):
                 fewer = self._shrunk(match, wish, upto, keep, less)
                 return self.admit(match, fewer, keep) if fewer else None
             if sibling is not None:
                 extra = self._sibling_cost(sibling)
-                if not room.can_make(DEVICE, need, {g: n + extra[g] for g, n in less.items()}):
+                if not device.can_make(need, {g: n + extra[g] for g, n in less.items()}):
                     sibling = None
         lease, nodes = self._anchored(match, wish.depth)
         self._read(lease, match, wish)
         if sibling is not None:
             self._hold_sibling(lease, sibling)
         if not fits:  # everything it reads is held: what is evicted now is not its own
-            room.make(DEVICE, wish.need)
-        pools, operation = tree.device.pools, None
+            device.make(wish.need)
+        pools, operation = device.pools, None
         for g in tree.slots:
             slot = lease.working[g] = first_of(pools[g].allocate(1, LEASE))
             lease.tables[g] = bytearray(one(slot))
@@ -215,7 +214,7 @@ class Admission:
         return lease, operation
 
     def _will_snapshot(self, lease: Lease, match: Match) -> None:
-        """Let others know at which page ends this request will leave a snapshot."""
+        """Let later matches find at which page ends this request will leave a snapshot."""
         if lease.detached:
             return
         size, makers = self.tree.page_bytes, lease.root.makers
@@ -243,13 +242,13 @@ class Admission:
         tree, size = self.tree, self.tree.page_size
         fewer = upto
         for g in tree.sliding:
-            there = self.room.available(DEVICE, g) - less.get(g, 0) - keep.rows
-            fewer = min(fewer, (len(wish.tables[g]) // 4 + there) * size)
+            there = self.tree.device.available(g) - less.get(g, 0) - keep.rows
+            fewer = min(fewer, (width(wish.tables[g]) + there) * size)
         return fewer if match.start + keep.least <= fewer < upto else 0
 
     def admit_from_zero(self, match: Match, upto: int, keep: Reserve) -> tuple[Lease, Operation | None] | None:
-        """The last way in, when the one slot a request could have is taken by the snapshot it would start from, and
-        nobody is going to give one back: compute from the beginning, and let the snapshot go."""
+        """The last way in, when the one slot a request could have is taken by the snapshot it would start from, and no
+        other request will give one back: compute from the beginning, and let the snapshot go."""
         tree = self.tree
         if not match.boundary or not tree.slots:
             return None
@@ -259,7 +258,7 @@ class Admission:
                 return None
         start = match.start
         cuts = tuple(cut for cut in {match.depth, (match.length - 1) // tree.page_size} if cut)
-        match = match._replace(boundary=0, start=0, cached=0, cuts=tuple(sorted(cuts)), sibling=None)
+        match = match._replace(boundary=0, start=0, cuts=tuple(sorted(cuts)), sibling=None)
         first = min([upto - start, *(cut * tree.page_size for cut in match.cuts)])
         return self.admit(match, max(1, first), keep)
 
@@ -276,7 +275,7 @@ class Admission:
         for g in tree.sliding:
             spans = wish.spans[g]
             table = lease.tables[g] = wish.tables[g]
-            upto = lease.upto[g] = len(table) // 4
+            upto = lease.upto[g] = width(table)
             lease.low[g] = spans[0][0] if spans else upto
             if spans:
                 use(tree, lease.node, lease.low[g])
@@ -319,7 +318,7 @@ class Admission:
         tree = self.tree
         if lease.detached:
             for g in tree.closed:
-                lease.upto[g] = len(lease.tables[g]) // 4
+                lease.upto[g] = width(lease.tables[g])
             return
         nodes = tree.path_to(lease.node).nodes
         for g in tree.closed:
@@ -327,20 +326,47 @@ class Admission:
             lease.upto[g] = lease.depth
         lease.wanted = {}
 
-    def extend(self, lease: Lease, need: dict[int, int]) -> None:
-        """Give the lease so many more private pages of each group. The room is there."""
-        pools = self.tree.device.pools
-        for g, n in need.items():
-            lease.tables[g] += pools[g].allocate(n, LEASE)
+    # ---- more pages
 
-    def extend_rows(self, leases: Sequence[Lease]) -> dict[str, bytes]:
-        """Give each of these leases one more page of every group; by group, the ids. The room is there."""
-        tree, grown = self.tree, {}
+    def growable(self, lease: Lease, upto: int) -> int:
+        """Up to which token, at most `upto`, every group could give pages now."""
+        tree, size = self.tree, self.tree.page_size
         for g in tree.paged:
-            raw = grown[tree.groups[g].name] = tree.device.pools[g].allocate(len(leases), LEASE)
-            for at, lease in zip(range(0, len(raw), 4), leases, strict=True):
-                lease.tables[g] += raw[at : at + 4]
+            have = width(lease.tables[g])
+            if (have + tree.device.pools[g].free) * size < upto:  # else it need not be asked what could go
+                upto = min(upto, (have + tree.device.available(g)) * size)
+        return upto
+
+    def grow(self, lease: Lease, upto: int) -> bool:
+        """Private pages for the tokens up to `upto`, in every group or (False, nothing changed) in none."""
+        device, columns = self.tree.device, -(-upto // self.tree.page_size)
+        need = {g: more for g in self.tree.paged if (more := columns - width(lease.tables[g])) > 0}
+        if not device.try_make(need):
+            return False
+        for g, n in need.items():
+            lease.tables[g] += device.pools[g].allocate(n, LEASE)
+        return True
+
+    def grow_rows(self, leases: Sequence[Lease]) -> dict[str, bytes] | None:
+        """One more page of every group of pages for each of these leases; by group, the new ids. None if there is no
+        room."""
+        tree, grown = self.tree, {}
+        if not tree.device.try_make(dict.fromkeys(tree.paged, len(leases))):
+            return None
+        for g in tree.paged:
+            ids = grown[tree.groups[g].name] = tree.device.pools[g].allocate(len(leases), LEASE)
+            for at, lease in zip(range(0, len(ids), 4), leases, strict=True):
+                lease.tables[g] += ids[at : at + 4]
         return grown
+
+    def too_long(self, tokens: int) -> str:
+        """Why a request that computes `tokens` tokens could not run even with all pages of a group; "" if it could."""
+        columns = -(-tokens // self.tree.page_size)
+        for g in self.tree.closed:
+            group = self.tree.groups[g]
+            if columns > group.device_pages:
+                return f"{tokens} tokens take {columns} pages of group {group.name!r}, which has {group.device_pages}"
+        return ""
 
     # ---- copy on write
 

@@ -8,13 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from .group import DEVICE, HOST, TIERS
-from .hashes import chain
+from .hashes import DIGEST_BYTES, chain, count_of, is_hashed, last_digest
 from .host_pins import HostPins
 from .lease import Lease, PinHolder
 from .load import Loads
-from .node import Node, Root
+from .node import Node
 from .page_ids import Ids, Ranges, as_ids
 from .pool import FLIGHT, FREE, LEASE, TREE, UNHOOKED
+from .roots import Root
 from .steps import StepCommits
 from .stored import StoreFetches
 from .transfer import Transfer
@@ -70,7 +71,7 @@ class _Check:
                     self._holder(holder)
         self._flights()
         self._saves()
-        for transfer in [*self.loads.ledger.pending.values(), *self.loads.arrived.values()]:
+        for transfer in [*self.loads.transfers.pending.values(), *self.loads.arrived.values()]:
             for g, (_, targets) in transfer.parts.items():
                 self._own(transfer.tier, g, targets[targets != 0], FLIGHT, f"transfer {transfer.op}")
         for fetch in self.stored.fetches.values():
@@ -143,7 +144,7 @@ class _Check:
         assert something or node.children or held, f"{at}: has nothing and is held by nobody"
         assert not node.promised or node.copies[DEVICE].holds, f"{at}: promised, and nobody holds it"
         if node.hashes is not None:
-            assert len(node.hashes) % 32 == 0 and len(node.hashes) <= 32 * node.n, f"{at}: too many hashes"
+            assert len(node.hashes) % DIGEST_BYTES == 0 and count_of(node.hashes) <= node.n, f"{at}: too many hashes"
             self._hashes(node)
 
     def _hashes(self, node: Node) -> None:
@@ -151,10 +152,10 @@ class _Check:
         parent = node.parent
         if node.n > _HASHED_PAGES or parent is None or (parent.parent is not None and parent.hashes is None):
             return
-        before = bytes(parent.hashes[-32:]) if parent.hashes else node.root.digest
-        if parent.hashes and len(parent.hashes) != 32 * parent.n:
+        before = last_digest(parent.hashes) if parent.hashes else node.root.digest
+        if parent.hashes and not is_hashed(parent):
             return
-        known = len(node.hashes) // 32 * self.tree.page_bytes
+        known = count_of(node.hashes) * self.tree.page_bytes
         right = chain(before, bytes(node.edge[:known]), self.tree.page_bytes)
         assert right == node.hashes, f"{self._at(node)}: wrong hashes"
 
@@ -162,7 +163,7 @@ class _Check:
     def _at(node: Node) -> str:
         return f"node {node.seq} (pages {node.start} to {node.end} of {node.root.namespace})"
 
-    # ---- who holds what
+    # ---- what leases and transfers hold
 
     def _lease(self, lease: Lease) -> None:
         tree = self.tree
@@ -227,7 +228,7 @@ class _Check:
         assert not any(holder.detached for holder in uncounted), "a reader by page is not counted"
 
     def _readers(self) -> None:
-        """Readers by column are what the nodes say; and which pages of groups that are not closed nobody reads."""
+        """Readers by column are what the nodes say; and the idle pages of sliding groups are those without a reader."""
         tree = self.tree
         for t in range(len(tree.tiers)):
             for g in tree.sliding:
@@ -276,7 +277,7 @@ class _Check:
 
     def _saves(self) -> None:
         marked: dict[Node, list[Transfer]] = {}
-        for transfer in self.loads.ledger.pending.values():
+        for transfer in self.loads.transfers.pending.values():
             if transfer.tier != DEVICE and not transfer.detached:
                 for node, _, _ in self.tree.cover(transfer.node, transfer.first, transfer.last):
                     marked.setdefault(node, []).append(transfer)

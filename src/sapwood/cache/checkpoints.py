@@ -10,19 +10,15 @@ from .flight import Snapshot, StepInFlight
 from .follow import Follower
 from .group import DEVICE
 from .lease import Lease, PageCopy
-from .page_ids import first_of, one
+from .page_ids import first_of, one, page_at
 from .pool import FLIGHT, LEASE
 from .publish import Publisher
-from .room import Room
 from .tree import Tree
-
-_new = tuple.__new__  # a NamedTuple in a third of the time
 
 
 class Checkpoints:
-    def __init__(self, tree: Tree, room: Room, follower: Follower, publisher: Publisher) -> None:
+    def __init__(self, tree: Tree, follower: Follower, publisher: Publisher) -> None:
         self.tree = tree
-        self.room = room
         self.follower = follower
         self.publisher = publisher
         self.one = dict.fromkeys(tree.slots, 1)
@@ -37,13 +33,11 @@ class Checkpoints:
     def opening(self, lease: Lease, flight: StepInFlight) -> list[PageCopy]:
         """The copies that must run before the lease's next batch. Their sources are read until the step is over."""
         tree = self.tree
-        if lease.opened:
-            return []
         lease.opened = True
         copies = []
         for g in tree.slots:
-            copy = tree.groups[g].name, lease.start_snapshot.get(g, 0), lease.working[g], tree.page_size, "before"
-            copies.append(_new(PageCopy, copy))
+            source, target = lease.start_snapshot.get(g, 0), lease.working[g]
+            copies.append(PageCopy(tree.groups[g].name, source, target, tree.page_size, "before"))
         if lease.start_snapshot:
             lease.opened_at = flight.step
             flight.opened.append(lease)
@@ -51,7 +45,7 @@ class Checkpoints:
             for (_, g), page in lease.source.pages.items():
                 if lease.upto[g] > lease.boundary:
                     continue  # the tree has this page by now
-                source, target = int.from_bytes(page, "little"), int(lease.table(g)[lease.boundary])
+                source, target = first_of(page), page_at(lease.tables[g], lease.boundary)
                 copies.append(PageCopy(tree.groups[g].name, source, target, lease.copied, "before"))
             flight.holders.append(lease.source)
             lease.source, lease.copied_at = None, flight.step
@@ -63,25 +57,25 @@ class Checkpoints:
         if not tree.slots or lease.detached or not lease.writes:
             self._skip_cut(lease, page)
             return []
-        if not self.room.has(DEVICE, self.one) and not self._make_room(lease, self.one):
+        if not tree.device.has_free(self.one) and not self._make_room(lease):
             self.counts["checkpoints_skipped"] += 1
             self._skip_cut(lease, page)
             return []
         slots, copies = {}, []
         for g in tree.slots:
             slot = slots[g] = first_of(tree.device.pools[g].allocate(1, FLIGHT))
-            copies.append(_new(PageCopy, (tree.groups[g].name, lease.working[g], slot, tree.page_size, "after")))
-        flight.snapshots.append(_new(Snapshot, (lease, page, slots, rolling)))
+            copies.append(PageCopy(tree.groups[g].name, lease.working[g], slot, tree.page_size, "after"))
+        flight.snapshots.append(Snapshot(lease, page, slots, rolling))
         self.counts["checkpoints"] += 1
         return copies
 
-    def _make_room(self, lease: Lease, need: dict[int, int]) -> bool:
+    def _make_room(self, lease: Lease) -> bool:
         """Evict for a checkpoint, but never the last one to make the next: that one may fail."""
         tree = self.tree
         old = self._rolling(lease)
         for g, slot in old.items():
             tree.device.pools[g].read(slot)
-        fits = self.room.made(DEVICE, need)
+        fits = tree.device.try_make(self.one)
         if old:
             self.follower.unread_slots(old, tree.node_at(lease.node, lease.rolling))
         return fits
@@ -116,7 +110,7 @@ class Checkpoints:
                 for g, slot in self._rolling(lease).items():
                     if not tree.device.pools[g].readers[slot]:
                         tree.snapshots.drop(tree.node_at(lease.node, lease.rolling), DEVICE, g, lease.rolling)
-            lease.rolling = page if kept else 0  # what stands there may be somebody else's
+            lease.rolling = page if kept else 0  # a snapshot that stands there may be another lease's
 
     def pass_cuts(self, lease: Lease, upto: int, flights: dict[int, StepInFlight]) -> None:
         """A chunk goes on beyond a cut: unless a checkpoint there is under way, there will be none."""
@@ -128,7 +122,7 @@ class Checkpoints:
                     self._skip_cut(lease, cut)
 
     def _skip_cut(self, lease: Lease, cut: int) -> None:
-        """Nobody need wait for a snapshot at `cut` any more."""
+        """There will be no snapshot of this lease at `cut`: requests need not wait for one."""
         if cut not in lease.cuts:
             return
         makers = lease.root.makers

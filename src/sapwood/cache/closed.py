@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .announce import tell_removed
+from .events import announce_removed
 from .group import DEVICE, HOST
-from .page_ids import Ids, Ranges, as_ids
+from .page_ids import Ids, Ranges, as_ids, part, width
 from .pool import FLIGHT, TREE
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ class ClosedPages:
         top.backed_children = 1 if low.count else 0
         for g in self.tree.closed:
             pages = low.pages[g]
-            top.pages[g] = bytes(pages[: 4 * k])
-            low.pages[g] = pages[4 * k :]
+            top.pages[g] = bytes(part(pages, 0, k))
+            low.pages[g] = part(pages, k)
         self.enqueue_if_leaf(upper, tier)
 
     def put(self, node: Node, tier: int, pages: dict[int, bytes]) -> None:
@@ -41,7 +41,7 @@ class ClosedPages:
         copy = node.copies[tier]
         added = 0
         for g in self.tree.closed:
-            added = len(pages[g]) // 4
+            added = width(pages[g])
             copy.pages[g] = pages[g] if not copy.count else bytes(copy.pages[g]) + pages[g]
         if not added:
             return
@@ -89,11 +89,11 @@ class ClosedPages:
         if n <= 0:
             return
         if tree.announcing and tree.announced_group in tree.closed:
-            tell_removed(tree, node, tier, range(keep, copy.count))
+            announce_removed(tree, node, tier, range(keep, copy.count))
         for g in tree.closed:
             pages = copy.pages[g]
-            tree.tiers[tier].pools[g].release(pages[4 * keep :], TREE)
-            copy.pages[g] = pages[: 4 * keep]
+            tree.tiers[tier].pools[g].release(part(pages, keep), TREE)
+            copy.pages[g] = part(pages, 0, keep)
             tree.count_evicted(node, tier, g, n)
         self.shrunk(node, tier, keep)
 
@@ -117,6 +117,16 @@ class ClosedPages:
         copy = node.copies[tier]
         if copy.count and not copy.backed_children and not copy.holds:
             self.tree.tiers[tier].leaves.add(node, copy)
+
+    def whole(self, node: Node, tier: int) -> int:
+        """To which depth of the path to `node` a tier has every page."""
+        depth, at = node.end, node
+        while at.parent is not None:
+            count = at.copies[tier].count
+            if count < at.n:
+                depth = at.start + count
+            at = at.parent
+        return depth
 
     def ids(self, copy: Copy, g: int) -> Ids:
         return as_ids(copy.pages[g])

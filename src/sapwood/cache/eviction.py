@@ -1,7 +1,7 @@
 """What is evicted, and in what order: leaves of closed groups, and pages of all others one by one.
 
 The order itself is one small class, `EvictionOrder`. Closed groups go leaf by leaf (`LeafQueue`). Windows and snapshots
-go page by page, those that nothing reads (`PageQueue`): a heap for each worth (begins.py), so that first what stands
+go page by page, those that nothing reads (`PageQueue`): a heap for each worth (sliding.py), so that first what stands
 between goes, then what is near the end of a prompt, and only when nothing of that is left the windows themselves.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from .begins import WINDOW, worth
+from .sliding import WINDOW
 
 if TYPE_CHECKING:
     from .node import Copy, Node
@@ -21,6 +21,19 @@ if TYPE_CHECKING:
 
 Entry = tuple[int, int, "Node"]
 _IN_LEAF_QUEUE: Final = 1  # a bit of `Copy.queued`; those behind it are of the page queues
+
+
+class UseClock:
+    """The cache's time: how many steps are over. Pages, snapshots and ghosts remember it as the time of their last use;
+    nothing here knows seconds."""
+
+    __slots__ = ("now",)
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def step_over(self) -> None:
+        self.now += 1
 
 
 class EvictionOrder:
@@ -161,7 +174,7 @@ class PageQueue:
 
     def _take_slot(self, node: Node, copy: Copy, used: int) -> int:
         """`node` stands first in the queue, for a snapshot last used at `used`, if it still has it. Let go of its
-        oldest one that nobody reads, or put the node where that one belongs."""
+        oldest one without a reader, or put the node where that one belongs."""
         tree, g, tier, heap = self.tree, self.g, self.tier, self.heaps[0]
         idle = self._idle_slots(copy)
         oldest, following = next(idle, 0), 0
@@ -183,7 +196,7 @@ class PageQueue:
         return 1 if oldest else 0
 
     def _idle_slots(self, copy: Copy) -> Iterator[int]:
-        """Where snapshots stand that nobody reads, the least recently used first."""
+        """Where snapshots without a reader stand, the least recently used first."""
         slots, reads = copy.pages[self.g], self.tree.tiers[self.tier].pools[self.g].readers
         for depth in copy.seen or ():
             if slots and depth in slots and not reads[slots[depth]]:
@@ -196,7 +209,8 @@ class PageQueue:
         reads = copy.reads[g]
         if reads is not None:
             idle[: len(reads)] &= np.frombuffer(bytes(reads), np.uint8)[: len(pages)] == 0
-        worths = np.zeros(len(idle), np.uint8) if self.alike else worth(tree, g, node)[: len(idle)]
+        known = bytes(len(idle)) if self.alike else tree.sliding_pages[g].worth(node)[: len(idle)]
+        worths = np.frombuffer(known, np.uint8)
         columns = (idle & (worths <= which)).nonzero()[0]
         chosen = columns[::-1][:need][::-1] if which == WINDOW else columns[:need]
         del pages

@@ -1,19 +1,21 @@
-"""Steps in flight: what each has promised, and what must stay as it is until its event comes."""
+"""Steps in flight: what each has promised, and what must not change until its event comes."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from .announce import tell_removed
+from .events import announce_removed
 from .group import DEVICE, HOST
 from .lease import Lease, PinHolder
 from .node import Node
 from .page_ids import PageIds, Ranges, as_ids, runs_of
 from .pool import FLIGHT, TREE
 from .readers import unread_columns
-from .tree import Tree
+
+if TYPE_CHECKING:
+    from .tree import Tree
 
 
 class Fill(NamedTuple):
@@ -50,10 +52,14 @@ class Promise:
         if fills:
             self.low = min(first, *(fill.where[0][0] for fill in fills))
 
-    def covers(self, g: int, column: int, closed: bool) -> bool:
+    def ranges(self, g: int, closed: bool) -> Ranges:
+        """Which pages of group `g` it promises."""
         if closed:
-            return self.first <= column < self.last
-        return any(fill.g == g and any(low <= column < high for low, high in fill.where) for fill in self.fills)
+            return [(self.first, self.last)]
+        return [run for fill in self.fills if fill.g == g for run in fill.where]
+
+    def covers(self, g: int, column: int, closed: bool) -> bool:
+        return any(low <= column < high for low, high in self.ranges(g, closed))
 
 
 class Snapshot(NamedTuple):
@@ -76,12 +82,12 @@ class StepInFlight:
         self.snapshots: list[Snapshot] = []
         self.opened: list[Lease] = []  # requests that start from a snapshot, which it copies
         self.ended: list[Lease] = []  # requests that are over, but whose rows still run
-        self.holders: list[PinHolder] = []  # what its copies and rows read, and nobody else may hold
+        self.holders: list[PinHolder] = []  # of what its copies and rows read, perhaps without their leases
         self.freed: list[tuple[int, PageIds]] = []  # (group, ids) given out only after that
 
 
 def mark(tree: Tree, promise: Promise) -> None:
-    """Let the nodes know whose pages are promised."""
+    """Note a promise at the nodes that have its pages."""
     node = promise.node
     if promise.low >= node.start and node.promised is None:
         node.promised = [promise]
@@ -151,7 +157,7 @@ def withdraw(tree: Tree, promise: Promise, freed: list[tuple[int, PageIds]]) -> 
 
 def _lose_below(tree: Tree, node: Node, freed: list[tuple[int, PageIds]]) -> None:
     """Nothing stays on the device below pages that are withdrawn: what a lease computed itself, and had published there
-    because it saw somebody's promise of the same pages, goes with them."""
+    because it saw another lease's promise of the same pages, goes with them."""
     below = []
     stack = [child for child in node.children.values() if child.copies[DEVICE].count]
     while stack:
@@ -160,7 +166,7 @@ def _lose_below(tree: Tree, node: Node, freed: list[tuple[int, PageIds]]) -> Non
         stack += [child for child in at.children.values() if child.copies[DEVICE].count]
     for at in reversed(below):
         if tree.announcing and tree.announced_group in tree.closed:
-            tell_removed(tree, at, DEVICE, range(at.n))
+            announce_removed(tree, at, DEVICE, range(at.n))
         _lose_device(tree, at, freed)
         tree.sweep(at)
 

@@ -11,7 +11,7 @@ from .group import DEVICE
 from .lease import Lease, hold
 from .match import Matcher
 from .node import Node
-from .page_ids import HOLE, as_ids, has_hole, one, present, runs_of
+from .page_ids import HOLE, as_ids, has_hole, one, part, present, put, runs, runs_of
 from .path import Path
 from .pool import FLIGHT, LEASE
 from .readers import read, unread, unread_one, use
@@ -49,6 +49,11 @@ class Follower:
                 gone[tree.groups[g].name] = (rows, columns)
         return gone
 
+    def slide(self, lease: Lease, position: int) -> list[tuple[str, int, int]]:
+        """`slide_rows` of one lease: which pages it gave up, as (group, first column, last column + 1)."""
+        gone = self.slide_rows([lease], [position])
+        return [(group, *run) for group, (_, columns) in gone.items() for run in runs(np.array(columns, np.int32))]
+
     def _give_up(self, lease: Lease, g: int, low: int, high: int) -> None:
         """The lease leaves its pages [low, high): it reads those of the tree no more, and its own are free."""
         tree, table = self.tree, lease.tables[g]
@@ -57,11 +62,13 @@ class Follower:
             for column in range(low, split):
                 if (g, column) in lease.own:
                     self._give_up_duplicate(lease, g, column)
-        shared, private = table[4 * low : 4 * split], table[4 * split : 4 * high]
-        table[4 * low : 4 * high] = bytes(4 * (high - low))
+        shared = part(table, low, split)
+        if split < high:
+            tree.device.pools[g].release(present(part(table, split, high)), LEASE)
+        put(table, low, HOLE * (high - low))
         if not shared:
-            pass
-        elif lease.detached:
+            return
+        if lease.detached:
             tree.device.pools[g].unread_unhooked(present(shared))
         elif lease.counted and split - low == 1:
             if shared != HOLE:
@@ -71,15 +78,13 @@ class Follower:
         elif lease.counted:
             for first, last in runs_of(as_ids(shared)):
                 unread(tree, lease.node, DEVICE, g, low + first, low + last)
-        if private:
-            tree.device.pools[g].release(present(private), LEASE)
 
     def _give_up_duplicate(self, lease: Lease, g: int, column: int) -> None:
         """The page of its own that a lease has beside the tree's. It is a reader of the tree's all the same."""
         page = lease.own.pop((g, column))
         self.tree.device.pools[g].release(one(page), LEASE)
         if lease.detached:
-            lease.tables[g][4 * column : 4 * column + 4] = HOLE
+            put(lease.tables[g], column, HOLE)
 
     def refit(
         self, lease: Lease, path: Path, boundary: int, depth: int, length: int, held: StepInFlight | None
@@ -218,18 +223,18 @@ class Follower:
         nodes = tree.path_to(node).nodes
         for g in tree.closed:
             pool = tree.device.pools[g]
-            spare = present(lease.tables[g][4 * lease.upto[g] : 4 * depth])
+            spare = present(part(lease.tables[g], lease.upto[g], depth))
             if held is None:
                 pool.release(spare, LEASE)
             else:
                 pool.move(spare, LEASE, FLIGHT)
                 held.freed.append((g, spare))
             lease.tables[g] = bytearray().join(
-                [*(at.copies[DEVICE].pages[g] for at in nodes), lease.tables[g][4 * depth :]]
+                [*(at.copies[DEVICE].pages[g] for at in nodes), part(lease.tables[g], depth)]
             )
             for (group, column), page in lease.own.items():
                 if group == g:
-                    lease.tables[g][4 * column : 4 * column + 4] = one(page)
+                    put(lease.tables[g], column, one(page))
             lease.upto[g] = depth
         lease.node, lease.depth = node, depth
         note_promises(tree, lease)

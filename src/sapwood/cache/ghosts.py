@@ -39,7 +39,7 @@ class Ghosts:
             self._gone.move_to_end(key)
         else:
             self.used_bytes += _OVERHEAD + len(page)
-        self._gone[key] = tree.now
+        self._gone[key] = tree.clock.now
         while self.used_bytes > self.limit_bytes:
             (_, _, _, page), _ = self._gone.popitem(last=False)
             self.used_bytes -= _OVERHEAD + len(page)

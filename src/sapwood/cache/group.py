@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from .arguments import whole_number
 from .families import family_class
 
 DEVICE: Final = 0
@@ -21,8 +22,8 @@ class CacheGroup:
     For a family of slots (`state`) they count slots.
 
     `page_bytes` is what one page (or slot) takes, all layers of the group together: a row of the host arena, and what a
-    store keeps as one value. Whoever moves pages needs it: arenas and movers refuse a group without it, and it must be
-    what the fingerprint of a store says. The cache itself only multiplies with it, for `stats()["bytes"]`: an engine
+    store keeps as one value. Arenas and movers need it, and refuse a group without it; it must be the
+    same in the fingerprint of a store. The cache itself only multiplies with it, for `stats()["bytes"]`: an engine
     without host memory may leave it at 0.
     """
 
@@ -42,13 +43,6 @@ class CacheGroup:
         if self.window is not None:
             whole_number(f"window of group {self.name!r}", self.window, 1, 2**31 - 1)
         family.validate(self)
-
-
-def whole_number(what: str, value: object, low: int, high: int) -> int:
-    """`value` if it is an int within bounds, else a ValueError that names the field, the value and what is right."""
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ValueError(f"{what} must be an integer from {low} to {high}, got {value!r:.60}")
-    return value
 
 
 def validate_groups(page_size: int, groups: tuple[CacheGroup, ...]) -> None:

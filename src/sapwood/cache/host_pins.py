@@ -1,5 +1,5 @@
-"""Host pins: what was fetched for a request stays on host until the request is admitted. Nothing else that only waits
-holds memory.
+"""Host pins: what was fetched for a request stays on host until the request is admitted. A waiting request
+holds no other memory.
 
 A host pin holds the path to a boundary, and the windows and the snapshot with which a request would begin there. It
 never touches the device. All host pins together are limited, so that the rest of host can be evicted as ever; a pin
@@ -15,19 +15,19 @@ import numpy as np
 from .group import HOST
 from .lease import Binding, PinHolder, hold
 from .match import Matcher
-from .node import Root
-from .page_ids import Ids, as_ids
+from .page_ids import Ids, as_ids, part
 from .path import Path
+from .roots import Root
 from .transfer import PendingTransfers, host_runs
 from .tree import Tree
 
-# Stays hold at most one page in so many of each group. With half of it, those who wait keep what is worth most, and
-# those who run still find room there for what they save and for what others fetch.
+# Host pins hold at most one page in so many of each group. With half of it, waiting requests keep what is worth most,
+# and there still is room for saves of running requests and for further fetches.
 _SHARE = 2
 
 
 class PinnedOnHost(NamedTuple):
-    """The number of a stay, or 0 if nothing is held; and whether the limit allows less than host has of it."""
+    """The number of a host pin, or 0 if nothing is held; and whether the limit allows less than host has of it."""
 
     pin: int
     short: bool
@@ -37,14 +37,14 @@ _NOTHING = PinnedOnHost(0, False)
 
 
 class HostPins:
-    def __init__(self, tree: Tree, matcher: Matcher, ledger: PendingTransfers) -> None:
+    def __init__(self, tree: Tree, matcher: Matcher, transfers: PendingTransfers) -> None:
         self.tree = tree
-        self.ledger = ledger
+        self.transfers = transfers
         self.matcher = matcher
         self.live: dict[int, PinHolder] = {}
         self.held = [0] * len(tree.groups)  # different host pages that are held
         self.limits = [group.host_pages // _SHARE for group in tree.groups]
-        self._times = [np.zeros(0, np.int32) for _ in tree.groups]  # by host page: how many stays hold it
+        self._times = [np.zeros(0, np.int32) for _ in tree.groups]  # by host page: how many pins hold it
         self._last = 0
 
     def begin(self, binding: Binding, tokens: bytes, upto: int) -> PinnedOnHost:
@@ -56,7 +56,7 @@ class HostPins:
         length = len(tokens) // 4
         boundary, _ = self.matcher.boundary(path, length)
         # A node that is on the device alone may have to go, and takes with it what is below: nothing is held there.
-        if not boundary or (tree.closed and not _whole_on_host(path, boundary)):
+        if not boundary or (tree.closed and tree.closed_pages.whole(path.nodes[-1], HOST) < boundary):
             return _NOTHING
         pages = self._pages(path, boundary, length)
         room = self._room(pages)
@@ -71,7 +71,7 @@ class HostPins:
         node = tree.node_ending(path.nodes[-1], boundary)
         self._count(pages, 1)
         self._last += 1
-        self.ledger.counts["stays"] += 1
+        self.transfers.counts["stays"] += 1
         held = {(HOST, g): ids.tobytes() for g, ids in pages.items()}
         spans = {
             (HOST, g): host_runs(tree, node, g, tree.families[g].columns(boundary, length))
@@ -99,10 +99,10 @@ class HostPins:
         found: dict[int, Ids] = {}
         for g in tree.closed:
             held = b"".join([bytes(node.copies[HOST].pages[g]) for node in path.nodes])
-            found[g] = as_ids(held[: 4 * boundary])
+            found[g] = as_ids(part(held, 0, boundary))
         for g in tree.sliding:
             parts = [
-                as_ids(pages[4 * low : 4 * high])
+                as_ids(part(pages, low, high))
                 for first, end in tree.families[g].columns(boundary, length)
                 for at, low, high in tree.cover(path.nodes[-1], first, end)
                 if (pages := at.copies[HOST].pages[g])
@@ -115,7 +115,7 @@ class HostPins:
         return {g: ids for g, ids in found.items() if len(ids)}
 
     def _room(self, pages: dict[int, Ids]) -> int:
-        """How many of these, in every group from the first on, the limit allows; all of them: a great number."""
+        """How many of these pages, in every group from the first on, the limit allows. All: a great number."""
         most = 1 << 60
         for g, ids in pages.items():
             if not len(self._times[g]):
@@ -132,8 +132,3 @@ class HostPins:
             before = np.count_nonzero(times[ids])
             times[ids] += more
             self.held[g] += int(np.count_nonzero(times[ids])) - int(before)
-
-
-def _whole_on_host(path: Path, boundary: int) -> bool:
-    """Whether host has every page of closed groups up to there."""
-    return all(node.copies[HOST].count >= min(node.n, boundary - node.start) for node in path.nodes)

@@ -18,12 +18,13 @@ import numpy as np
 
 from .group import DEVICE
 from .namespace import Namespace
-from .page_ids import HOLE, Ids, PageIds, Ranges, one, present, runs_of
+from .page_ids import HOLE, Ids, PageIds, Ranges, as_ids, leading_holes, one, part, present, runs_of, width
 from .path import Path
-from .readers import read, unread
+from .readers import count_all, read, unread
 
 if TYPE_CHECKING:
-    from .node import Node, Root
+    from .node import Node
+    from .roots import Root
     from .transfer import Transfer
     from .tree import Tree
 
@@ -86,18 +87,22 @@ class Match(NamedTuple):
     `lease.start` may be another than `start`."""
 
     boundary: int  # pages every group can serve
-    start: int  # the first token to compute
-    cached: int  # prompt tokens that need not be computed
+    start: int  # the first token to compute: those before it are cached
     depth: int  # pages closed groups have, often more
-    cuts: tuple[int, ...]  # page ends at which to cut a chunk and checkpoint
-    pending: int  # a deeper boundary that another request has promised a snapshot for, or 0
-    length: int
-    reason: str  # why it is not more (DESIGN 4.14), cheaply found
+    reason: str  # why it is not more, as far as that is cheaply found
     binding: Binding
     tokens: bytes
+    length: int  # of the prompt, in tokens
     path: Path
-    sibling: Sibling | None
-    version: int
+    version: int  # of the tree: what was found then
+    sibling: Sibling | None = None
+    cuts: tuple[int, ...] = ()  # page ends at which to cut a chunk and checkpoint
+    pending: int = 0  # a deeper boundary that another request has promised a snapshot for, or 0
+
+    @property
+    def cached(self) -> int:
+        """Prompt tokens that need not be computed."""
+        return self.start
 
     @property
     def load(self) -> bool:
@@ -197,11 +202,41 @@ class Lease:
 
     def reach(self, groups: list[int]) -> int:
         """How many columns have a page, or had one, in each of these groups."""
-        least = 1 << 40
-        for g in groups:
-            if len(self.tables[g]) < least:
-                least = len(self.tables[g])
-        return least // 4
+        return min([len(self.tables[g]) for g in groups], default=1 << 40) // 4
+
+    def columns(self, groups: list[int]) -> int:
+        """How many columns its tables have in the widest of these groups, or will have once they are loaded."""
+        most = max([len(self.tables[g]) for g in groups], default=0) // 4
+        return max(most, self.boundary) if self.waits else most
+
+    def write_from(self, tree: Tree, start: int) -> dict[str, int]:
+        """By group: the first position that a row beginning at `start` may write; pages before it are the tree's."""
+        size, upto = tree.page_size, self.upto
+        begin = dict.fromkeys(tree.names, start)
+        for g in tree.paged:
+            if upto[g] * size > start:
+                begin[tree.names[g]] = upto[g] * size
+        return begin
+
+    def would_free(self, tree: Tree) -> bool:
+        """Whether its end would give other requests a page or a slot."""
+        count_all(tree)
+        if self.working:
+            return True
+        if not self.detached and tree.closed and self.depth and self.node.copies[DEVICE].holds == 1:
+            return True
+        for g in tree.paged:
+            if len(self.private(g)):
+                return True
+            if self.detached:
+                if 1 in tree.device.pools[g].readers[self.adopted(g)[1]]:
+                    return True
+            elif g in tree.sliding:
+                for low, high in self.reading(g):
+                    for at, first, last in tree.cover(self.node, low, high):
+                        if 1 in (at.copies[DEVICE].reads[g] or b"")[first:last]:
+                            return True
+        return False
 
     @property
     def loading(self) -> bool:
@@ -219,7 +254,7 @@ class Lease:
             there = [node for node in tree.path_to(self.node).nodes if node.copies[DEVICE].count]
             for g in tree.closed:
                 self.tables[g] = bytearray().join([node.copies[DEVICE].pages[g] for node in there])
-                self.upto[g] = len(self.tables[g]) // 4
+                self.upto[g] = width(self.tables[g])
             self.shared = {transfer: tree.shared(self.node, transfer.node) for transfer in self.waits}
         for g in tree.closed:
             tree.device.pools[g].read_unhooked(self.adopted(g)[1].tobytes())
@@ -242,21 +277,15 @@ class Lease:
     def reading(self, g: int) -> Ranges:
         """The columns of a group that is not closed where this lease is a reader: wherever its table has a page that
         it has handed to the tree or taken from there, or a duplicate of that."""
-        raw = self.tables[g][: 4 * self.upto[g]]
-        end = len(raw) // 4
-        low = end + -len(raw.lstrip(HOLE)) // 4
-        if HOLE not in raw[4 * low :]:  # as most windows are: holes, then none
+        ids = part(self.tables[g], 0, self.upto[g])
+        low, end = leading_holes(ids), width(ids)
+        if HOLE not in part(ids, low):  # as most windows are: holes, then none
             return [(low, end)] if low < end else []
-        return runs_of(np.frombuffer(raw, np.int32))
+        return runs_of(as_ids(ids))
 
     def adopted(self, g: int) -> tuple[Ids, Ids]:
         """Columns and ids of the tree's pages in this lease's table."""
-        raw = self.tables[g][: 4 * self.upto[g]]
-        end = len(raw) // 4
-        low = end + -len(raw.lstrip(HOLE)) // 4
-        if not self.own and HOLE not in raw[4 * low :]:  # as most windows are: holes, then none
-            return np.arange(low, end, dtype=np.int32), np.frombuffer(raw[4 * low :], np.int32)
-        ids = np.frombuffer(raw, np.int32)
+        ids = as_ids(part(self.tables[g], 0, self.upto[g]))
         there = ids != 0
         if self.own:
             for group, column in self.own:
@@ -267,7 +296,7 @@ class Lease:
 
     def private(self, g: int, first: int = 0) -> PageIds:
         """Ids of the pages of a paged group that this lease alone has, in columns from `first` on."""
-        ids = present(self.tables[g][4 * max(self.upto[g], first) :])
+        ids = present(part(self.tables[g], max(self.upto[g], first)))
         if not self.own:
             return ids
         own = [one(page) for (group, column), page in self.own.items() if group == g and column >= first]
@@ -276,7 +305,7 @@ class Lease:
 
 class PinHolder:
     """A pin that is not a lease: on a path in some tiers, and on pages of its columns [low, high), until let go.
-    Made by `hold`, or right here for what somebody reads already and hands over."""
+    Made by `hold`; or directly, where the pages have been read already and a lease hands them over."""
 
     __slots__ = ("columns", "counted", "detached", "node", "pages", "root", "spans", "tiers")
 
@@ -381,7 +410,7 @@ def read_held(
 def _pages_in(tree: Tree, node: Node, tier: int, g: int, where: Ranges) -> bytes:
     """The pages that a group has in these columns of the path to `node`."""
     parts = [
-        present(pages[4 * first : 4 * last])
+        present(part(pages, first, last))
         for low, high in where
         for at, first, last in tree.cover(node, low, high)
         if (pages := at.copies[tier].pages[g])

@@ -10,7 +10,7 @@ from .flight import note_promises
 from .group import DEVICE, HOST
 from .lease import Lease
 from .node import Node
-from .page_ids import Ids, as_ids, runs, runs_of, spread
+from .page_ids import Ids, as_ids, lengthened, runs, runs_of, spread
 from .pool import FLIGHT, UNHOOKED
 from .readers import read
 from .transfer import Operation, Parts, PendingTransfers, Transfer
@@ -25,9 +25,9 @@ class Landed(NamedTuple):
 
 
 class Loads:
-    def __init__(self, tree: Tree, ledger: PendingTransfers) -> None:
+    def __init__(self, tree: Tree, transfers: PendingTransfers) -> None:
         self.tree = tree
-        self.ledger = ledger
+        self.transfers = transfers
         self.arrived: dict[int, Transfer] = {}  # acknowledged loads that wait for one above them
         self.loading: dict[tuple[int, int], Transfer] = {}  # (group, host page) of groups that are not closed
 
@@ -43,7 +43,7 @@ class Loads:
         for transfer in joined:
             transfer.waiters.append(lease)
             lease.waits.append(transfer)
-        self.ledger.counts["loads_joined"] += len(joined)
+        self.transfers.counts["loads_joined"] += len(joined)
         if not wanted:
             return None
         node = lease.node
@@ -58,9 +58,9 @@ class Loads:
             targets = came[g] = tree.device.pools[g].allocate(len(ids), FLIGHT)
             wide = spread(where[g], ids.tobytes(), first, last), spread(where[g], targets, first, last)
             parts[g] = (as_ids(wide[0]), as_ids(wide[1]))
-        op, both = self.ledger.number(), (DEVICE, HOST)
+        op, both = self.transfers.number(), (DEVICE, HOST)
         transfer = Transfer(tree, op, DEVICE, node, (first, last), parts, where, came, both, held, spans)
-        operation = self.ledger.begin(transfer)
+        operation = self.transfers.begin(transfer)
         transfer.waiters.append(lease)
         lease.waits.append(transfer)
         for g, (columns, ids) in wanted.items():
@@ -74,7 +74,7 @@ class Loads:
         return operation
 
     def load_done(self, op: int, ok: bool) -> Landed:
-        transfer = self.ledger.end(op, DEVICE)
+        transfer = self.transfers.end(op, DEVICE)
         landed = Landed([], [])
         queue = [(transfer, ok)]
         while queue:
@@ -89,7 +89,11 @@ class Loads:
         """Pages are never on the device without those above them: a load that arrives first waits for the other."""
         above = self._above(transfer)
         while above is not None and above.n and not above.copies[DEVICE].count:
-            if above.loading is not None and above.loading is not transfer and above.loading.op in self.ledger.pending:
+            if (
+                above.loading is not None
+                and above.loading is not transfer
+                and above.loading.op in self.transfers.pending
+            ):
                 above.loading.after.append(transfer)
                 self.arrived[transfer.op] = transfer
                 return True
@@ -110,7 +114,7 @@ class Loads:
             if ok and waiters:
                 self._give_privately(transfer, waiters)
             else:
-                self.ledger.free_targets(transfer)
+                self.transfers.free_targets(transfer)
         else:
             for node, _, _ in tree.cover(transfer.node, transfer.first, transfer.last):
                 if node.loading is transfer:
@@ -119,10 +123,10 @@ class Loads:
                 self._land_on_device(transfer, waiters)
             else:
                 ok = False
-                self.ledger.free_targets(transfer)
+                self.transfers.free_targets(transfer)
         transfer.let_go(tree)
         if not ok:
-            self.ledger.counts["loads_failed"] += 1
+            self.transfers.counts["loads_failed"] += 1
             landed.failed.extend(lease for lease in waiters if lease not in landed.failed)
         else:
             landed.ready.extend(lease for lease in waiters if not lease.waits and lease not in landed.failed)
@@ -137,7 +141,8 @@ class Loads:
 
     def _closed_above(self, transfer: Transfer) -> bool:
         """Whether all it brings of closed groups would stand below pages that are there. Not if a load above it failed,
-        or one between two parts of it, which it had joined, has not come: it goes, and who waits does without host."""
+        or one between two parts of it, which it had joined, has not come: then it is freed, and its requests do without
+        host."""
         tree, above = self.tree, self._above(transfer)
         if above is not None and above.n and not above.copies[DEVICE].count:
             return False
@@ -155,18 +160,15 @@ class Loads:
 
     def _below_promises(self, transfer: Transfer) -> bool:
         """Whether some of it would stand below pages that a step in flight has only promised: they go if it fails."""
-        tree = self.tree
-        if not tree.promises or not any(g in transfer.parts for g in tree.closed):
+        tree, node = self.tree, transfer.node
+        if not any(g in transfer.parts for g in tree.closed):
             return False
-        promised = False
-        for node in tree.path_to(transfer.node).nodes:
-            promised = promised or any(promise.first < promise.last for promise in node.promised or ())
-            if promised and not node.copies[DEVICE].count and node.end > transfer.first:
-                return True
-        return False
+        promised = tree.first_promised(node)
+        brought = tree.cover(node, transfer.first, node.end)
+        return any(at.end > promised and not at.copies[DEVICE].count for at, _, _ in brought)
 
     def _land_on_device(self, transfer: Transfer, waiters: list[Lease]) -> None:
-        self.ledger.land(transfer, "loaded")
+        self.transfers.land(transfer, "loaded")
         for lease in waiters:
             for g in transfer.ranges:
                 if g not in self.tree.closed:
@@ -174,7 +176,7 @@ class Loads:
             note_promises(self.tree, lease)
 
     def _take(self, lease: Lease, g: int) -> None:
-        """A waiting lease reads at once what has come for it, so that nobody evicts it before the lease goes on."""
+        """A waiting lease reads at once what has come for it, so that it is not evicted before the lease goes on."""
         tree = self.tree
         pool = tree.device.pools[g]
         if g in tree.slots:
@@ -200,8 +202,8 @@ class Loads:
                     read(tree, node, DEVICE, g, node.start + first + a, node.start + first + b)
 
     def _give_privately(self, transfer: Transfer, waiters: list[Lease]) -> None:
-        """Its namespace was unhooked meanwhile: what came goes to those who waited, and to nobody else. Who joined for
-        the first pages may go another way below them: each gets what lies on its own path."""
+        """Its namespace was unhooked meanwhile: what came goes to the leases that waited, and to no other. One that
+        joined for the first pages may go another way below them: each gets what lies on its own path."""
         tree = self.tree
         for g, (_, targets) in transfer.parts.items():
             pool = tree.device.pools[g]
@@ -216,8 +218,7 @@ class Loads:
                         pool.read_unhooked(ids.tobytes())
                     continue
                 spans = [(0, lease.boundary)] if g in tree.closed else lease.wanted.get(g, [])
-                if len(lease.tables[g]) < 4 * lease.boundary:
-                    lease.tables[g].extend(bytes(4 * lease.boundary - len(lease.tables[g])))
+                lease.tables[g] = lengthened(lease.tables[g], lease.boundary)
                 lease.upto[g] = max(lease.upto[g], lease.boundary)  # given, not private: others may read them too
                 table = np.frombuffer(lease.tables[g], np.int32)
                 for low, high in spans:

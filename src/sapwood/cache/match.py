@@ -7,12 +7,13 @@ from itertools import islice
 from .ghosts import crc_at
 from .group import DEVICE
 from .lease import Binding, Match, Sibling
-from .node import Node, Root
+from .node import Node
+from .page_ids import page_at
 from .path import Path, agree
+from .roots import Root
 from .tree import Tree
 
-_new = tuple.__new__  # a Match in a third of the time
-_NEAR_PAGES = 8  # pages: who branches where a chat went on starts from a snapshot so far before it
+_NEAR_PAGES = 8  # a chat that goes on within so many pages of its snapshot is not cut there
 _SIBLINGS = 4  # how many of the most recent siblings a copy on write looks at
 
 
@@ -24,17 +25,19 @@ class Matcher:
         # Those that are asked quickest come first: what they rule out, the others need not look at.
         self.families = [(g, tree.families[g]) for g in tree.slots + tree.closed + tree.sliding]
 
-    def match(self, binding: Binding, tokens: bytes, length: int, tier: int) -> Match:
+    def match(self, binding: Binding, tokens: bytes, tier: int) -> Match:
         tree = self.tree
-        root = binding._root
+        root, length = binding._root, len(tokens) // 4
         if not root.attached:
-            return self.nothing(binding, tokens, length, "empty")
+            return self.nothing(binding, tokens, "empty")
         path = tree.walk(root, tokens)
         if tier < path.tier:
             path.tier = tier
-        if path.wrong:  # whoever comes next guesses right: a hint, it changes no answer
+        if path.wrong:  # the next walk guesses right: a hint, it changes no answer
+            above = root.top
             for node in path.nodes:
-                node.parent.recent = node  # type: ignore[union-attr]
+                above.recent = node
+                above = node
         if self.plain:  # one answer for all questions
             boundary = depth = path.deepest_closed(path.depth)
             limiter = -1 if depth == path.depth else 0
@@ -47,48 +50,24 @@ class Matcher:
             start += sibling.tokens
         elif start >= length:
             start = length - 1
-        cuts: tuple[int, ...] = ()
-        pending = 0
-        if tree.slots:
-            cuts = self._cuts(path, boundary, depth, length)
-            pending = self._pending(root, tokens, length, boundary)
         reason = self.reason(path, boundary, limiter, length)
-        found = (
-            boundary,
-            start,
-            start,
-            depth,
-            cuts,
-            pending,
-            length,
-            reason,
-            binding,
-            tokens,
-            path,
-            sibling,
-            tree.version,
-        )
-        return _new(Match, found)
+        if not tree.slots:
+            return Match(boundary, start, depth, reason, binding, tokens, length, path, tree.version, sibling)
+        cuts, pending = self._cuts(path, boundary, depth, length), self._pending(root, tokens, length, boundary)
+        return Match(boundary, start, depth, reason, binding, tokens, length, path, tree.version, None, cuts, pending)
 
-    def nothing(self, binding: Binding, tokens: bytes, length: int, reason: str) -> Match:
+    def current(self, match: Match) -> Match:
+        """The match itself, or another for the same prompt if the tree has changed since."""
+        if match.version == self.tree.version or match.reason == "off":
+            return match
+        return self.match(match.binding, match.tokens, match.path.tier)
+
+    def nothing(self, binding: Binding, tokens: bytes, reason: str) -> Match:
         """A match that adopts nothing."""
-        tree = self.tree
+        tree, length = self.tree, len(tokens) // 4
         path = Path(tree, binding._root, [], 0)
-        return Match(
-            0,
-            0,
-            0,
-            0,
-            self._cuts(path, 0, 0, length),
-            0,
-            length,
-            reason,
-            binding,
-            tokens,
-            path,
-            None,
-            tree.version,
-        )
+        cuts = self._cuts(path, 0, 0, length)
+        return Match(0, 0, 0, reason, binding, tokens, length, path, tree.version, cuts=cuts)
 
     def boundary(self, path: Path, length: int) -> tuple[int, int]:
         """The deepest boundary every family can serve, and the group that last lowered it (-1: the tree's tokens)."""
@@ -113,7 +92,7 @@ class Matcher:
         last = (length - 1) // self.tree.page_size
         if boundary < depth < last:
             end = path.nodes[-1]
-            # A chat that merely goes on: nobody has branched here, and a chunk of a few pages would cost it a step.
+            # A chat that merely goes on: no other path branches here, and a chunk of a few pages would cost it a step.
             goes_on = not end.children and end.start + end.n == depth and depth - boundary <= _NEAR_PAGES
             return (last,) if goes_on else (depth, last)
         return (last,) if boundary < last else ()
@@ -170,7 +149,7 @@ class Matcher:
             return False
         for g in tree.sliding:
             pages = node.copies[DEVICE].pages[g]
-            if pages is None or not any(pages[4 * at : 4 * at + 4]):
+            if not page_at(pages, at):
                 return False
         return all(node.is_real(g, node.start + at, g in tree.closed) for g in range(len(tree.groups)))
 

@@ -1,4 +1,4 @@
-"""Who may share: the namespace, and the digest by which it enters hashes and store keys."""
+"""Which requests may share: the namespace, and the digest by which it enters hashes and store keys."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Namespace:
                     "V" + version as u64 little-endian )                              always
 
         Every field is tagged and framed by its length, so no two namespaces spell the same bytes. A KV event of a first
-        page has no parent (`parent_digest` is None) in any namespace: this digest is no page, and nobody announces it.
+        page has no parent (`parent_digest` is None) in any namespace: this digest is no page's, and no event has it.
         """
         if self == _DEFAULT:
             return b""
@@ -51,6 +51,13 @@ class Namespace:
                 parts += [tag, len(value).to_bytes(4, "little"), value]
         parts += [b"V", self.version.to_bytes(8, "little")]
         return hashlib.sha256(b"".join(parts)).digest()
+
+
+def checked(namespace: Namespace) -> Namespace:
+    """What a caller gives as a namespace, seen to be one."""
+    if not isinstance(namespace, Namespace):
+        raise ValueError(f"namespace must be a Namespace, got {namespace!r:.60}")
+    return namespace
 
 
 def _encodes(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""The plain data of the tree: nodes, their copies in a tier, and roots. The rules that move them live in tree.py.
+"""The plain data of the tree: nodes, and their copies in a tier. The rules that move them live in tree.py.
 
      root (a namespace)
       |  edge: the bytes of whole pages of int32 tokens
@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .namespace import Namespace
-
 if TYPE_CHECKING:
     from .flight import Promise
+    from .roots import Root
     from .transfer import Transfer
 
 
@@ -24,10 +23,10 @@ class Copy:
     holds   own pins + children with holds, in this tier
     backed_children  children that have closed pages in this tier
     count   closed pages here: on device all or none; on host the first `count` of the node
-    pages   by group: closed: `count` int32 ids as bytes; not closed: up to n ids, 0 and whatever is behind them = hole,
-            or None; slots: by the depth at which a snapshot stands (in order), or None
-    reads   by group that is not closed: how many read each of its first columns, nobody those behind them; or None
-            (see readers.py)
+    pages   by group: closed: `count` int32 ids as bytes; not closed: up to n ids, or None; 0 is a hole, and so is
+            what lies behind them; slots: by the depth at which a snapshot stands (in order), or None
+    reads   by group that is not closed: how many read each of its first columns, or None; those behind them have
+            no reader (see readers.py)
     seen    by depth: when a snapshot that stands there was last used, the longest ago first
     used    its rank in the order of eviction: the step it was last used in
     queued  bits of the eviction queues it stands in
@@ -112,28 +111,3 @@ class Node:
     def is_real(self, g: int, column: int, closed: bool) -> bool:
         """Whether the page here at `column` of the path is computed, and not only promised."""
         return not self.promised or not any(promise.covers(g, column, closed) for promise in self.promised)
-
-
-class Root:
-    """A namespace in the tree, and everything that is bound to it. Unhooked: nobody new can find it."""
-
-    __slots__ = ("attached", "bound", "digest", "holders", "makers", "misses", "namespace", "tally", "top")
-
-    def __init__(self, namespace: Namespace) -> None:
-        self.namespace = namespace
-        self.digest = namespace.digest()
-        self.attached = True
-        self.bound = 0
-        self.holders: dict[Any, None] = {}  # leases and transfers that hold nodes here, oldest first
-        self.makers: dict[int, dict[bytes, list[Any]]] = {}  # cut -> its last page -> leases that will snapshot there
-        self.tally = {
-            "requests": 0,
-            "prompt_tokens": 0,
-            "cached_tokens": 0,
-            "evicted_pages": 0,
-            "saved_pages": 0,
-            "loaded_pages": 0,
-            "fetched_pages": 0,
-        }
-        self.misses: dict[str, int] = {}  # by reason
-        self.top: Node

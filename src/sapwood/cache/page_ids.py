@@ -35,6 +35,26 @@ def page_at(ids: PageIds | None, column: int) -> int:
     return int.from_bytes(ids[4 * column : 4 * column + 4], "little") if ids else 0
 
 
+def width(ids: PageIds) -> int:
+    """How many columns these are."""
+    return len(ids) // 4
+
+
+def part(ids: PageIds, low: int, high: int | None = None) -> PageIds:
+    """The ids of the columns [low, high), or from `low` on."""
+    return ids[4 * low :] if high is None else ids[4 * low : 4 * high]
+
+
+def put(ids: bytearray, column: int, new: PageIds) -> None:
+    """Write `new` from `column` on."""
+    ids[4 * column : 4 * column + len(new)] = new
+
+
+def leading_holes(ids: PageIds) -> int:
+    """How many columns stand before the first page."""
+    return (len(ids) - len(ids.lstrip(HOLE))) // 4
+
+
 def as_ids(ids: PageIds) -> Ids:
     """As an array. A copy: a view would forbid a bytearray to grow."""
     return np.frombuffer(bytes(ids), np.int32)
@@ -69,6 +89,19 @@ def runs(columns: Ids) -> Ranges:
 def runs_of(there: npt.NDArray[Any]) -> Ranges:
     """Where something stands (ids that are not 0, or a mask), as ranges."""
     return runs(there.nonzero()[0].astype(np.int32))
+
+
+def mask_runs(mask: bytes | bytearray) -> Ranges:
+    """Where a mask of bytes, 0 or 1 a page, has ones."""
+    found: Ranges = []
+    low = mask.find(1)
+    while low >= 0:
+        high = mask.find(0, low)
+        if high < 0:
+            high = len(mask)
+        found.append((low, high))
+        low = mask.find(1, high)
+    return found
 
 
 def lengthened(pages: bytearray | None, n: int) -> bytearray:

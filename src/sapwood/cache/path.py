@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .group import DEVICE, HOST
-from .page_ids import HOLE
+from .page_ids import HOLE, page_at
 
 if TYPE_CHECKING:
-    from .node import Node, Root
+    from .node import Node
+    from .roots import Root
     from .tree import Tree
 
 _NONE: dict[int, int] = {}
@@ -63,10 +64,7 @@ class Path:
         """`depth`, or less where a closed family does not read what is only promised."""
         tree = self.tree
         if tree.promises and tree.waits_for_real:
-            for node in self.nodes:
-                for promise in node.promised or ():
-                    if promise.first < promise.last:
-                        depth = min(depth, promise.first)
+            return min(depth, tree.first_promised(self.nodes[-1]))
         return depth
 
     def last_missing(self, index: int, low: int, high: int) -> int:
@@ -99,9 +97,8 @@ class Path:
                 there[: len(here)] |= here
         if not self.tree.families[index].reads_promised:
             for promise in node.promised or ():
-                for at in range(first, last):
-                    if promise.covers(index, node.start + at, False):
-                        there[at - first] = False
+                for low, high in promise.ranges(index, False):
+                    there[max(0, low - node.start - first) : max(0, high - node.start - first)] = False
         holes = (~there).nonzero()[0]
         return first + int(holes[-1]) if len(holes) else -1
 
@@ -122,31 +119,6 @@ class Path:
                     break
         return table
 
-    def device_raw(self, index: int, low: int, high: int) -> bytes | None:
-        """The device pages of a group from `low` to `high`; None if one is missing."""
-        if low >= high:
-            return b""
-        parts = []
-        for node in reversed(self.nodes):
-            start = node.start
-            if start >= high:
-                continue
-            pages = node.copies[DEVICE].pages[index]
-            if not pages:
-                return None
-            if start > low and start + node.n <= high:
-                parts.append(pages)
-            else:
-                parts.append(pages[4 * (low - start) if low > start else 0 : 4 * (high - start)])
-            if start <= low:
-                break
-        parts.reverse()
-        raw = b"".join(parts)
-        # Four zero bytes in a row are a hole, or two ids beside each other: only then look closer.
-        if len(raw) < 4 * (high - low) or (HOLE in raw and 0 in memoryview(raw).cast("i").tolist()):
-            return None
-        return raw
-
     def device_run(self, index: int, low: int, high: int) -> bytearray:
         """The device pages of a group from `low` on, at most to `high`, as far as there is no hole."""
         pages = self.device_pages(index, [(low, high)], high)[4 * low :]
@@ -161,8 +133,7 @@ class Path:
         for node in reversed(self.nodes):
             if node.start <= column:
                 pages = node.copies[HOST].pages[index] if self.tree.has_host else None
-                at = 4 * (column - node.start)
-                return int.from_bytes(pages[at : at + 4], "little") if pages else 0
+                return page_at(pages, column - node.start)
         return 0
 
     def holding(self, depth: int) -> Node:

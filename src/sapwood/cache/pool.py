@@ -1,4 +1,4 @@
-"""Page pools: who owns each page of one group in one tier. Nothing here knows tokens, trees or requests.
+"""Page pools: the owner of each page of one group in one tier. Nothing here knows tokens, trees or requests.
 
 A page has exactly one owner at any time, kept in a byte a page, so that a double release or a page given
 out twice is an error at once and not a wrong answer later. Beside the owner a page has a reader count: how
@@ -27,9 +27,9 @@ TREE: Final = 2
 FLIGHT: Final = 3
 UNHOOKED: Final = 4
 OWNERS: Final = ("free", "leases", "tree", "flight", "unhooked")[1:]
-_NOBODY: Final = 255  # of the null page
-_LOOP_MAX_PAGES: Final = 6  # up to so many pages a loop beats looking whether they are a run ...
-_RUN_CHECK_MIN_PAGES: Final = 16  # ... and numpy, whose every call costs as much as a dozen turns
+_NULL_OWNER: Final = 255  # of the null page
+_LOOP_MAX_PAGES: Final = 6  # up to so many pages a loop is quicker than looking whether they are a run
+_RUN_CHECK_MIN_PAGES: Final = 16  # up to so many a loop is quicker than numpy's calls
 _MARKS: Final = [bytes([owner]) for owner in range(5)]
 _NAMES: Final = ("free", "a lease", "the tree", "something in flight", "an unhooked namespace")
 
@@ -50,7 +50,7 @@ def _run(raw: PageIds) -> int:
 
 
 class PoolError(Exception):
-    """Pages were given back or moved by somebody who does not own them, or more were asked for than there are."""
+    """Pages were given back or moved for an owner that does not have them, or more were asked for than there are."""
 
 
 class PagePool:
@@ -81,7 +81,7 @@ class PagePool:
         self.capacity = capacity
         self.page_bytes = page_bytes
         self.owner = bytearray(capacity + 1)
-        self.owner[0] = _NOBODY
+        self.owner[0] = _NULL_OWNER
         self._owner = np.frombuffer(self.owner, np.uint8)
         self._stack = np.arange(1, capacity + 1, dtype=np.int32)  # the last `free` of them are free
         self._stack_bytes = self._stack.view(np.uint8).data  # the same memory
@@ -92,7 +92,7 @@ class PagePool:
         self._reads = array("i", bytes(4 * (capacity + 1)))
         self.readers: Ids = np.frombuffer(self._reads, np.int32)  # the same memory
         self.by_page = by_page  # eviction goes page by page, not by leaves of the tree
-        self.idle = 0  # if so: pages of the tree that nobody reads, which is what eviction may take
+        self.idle = 0  # if so: pages of the tree without a reader, which is what eviction may take
         self.watch: Callable[[str, Ids], None] | None = None  # called with "taken" or "freed": for content checks
 
     @property
@@ -182,11 +182,11 @@ class PagePool:
         self._reads[page] = count + 1
 
     def unread(self, page: int) -> bool:
-        """One reader less; an unhooked page that nobody reads now is freed. Returns whether it became idle, so that
+        """One reader less; an unhooked page without readers is freed. Returns whether it became idle, so that
         eviction should hear of it."""
         count = self._reads[page]
         if not count:
-            self._unread_by_nobody(page)
+            self._no_reader(page)
         self._reads[page] = count - 1
         if count == 1:
             owner = self.owner[page]
@@ -206,11 +206,11 @@ class PagePool:
         ids = as_ids(raw)
         counts = self.readers[ids]
         if not counts.all():
-            self._unread_by_nobody(int(ids[counts == 0][0]))
+            self._no_reader(int(ids[counts == 0][0]))
         self.readers[ids] = counts - 1
         self.release(ids[counts == 1].tobytes(), UNHOOKED)
 
-    def _unread_by_nobody(self, page: int) -> None:
+    def _no_reader(self, page: int) -> None:
         raise PoolError(f"{self.name}: page {page} has no reader to leave")
 
     def free_ids(self) -> Ids:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .announce import hash_path, tell_page, tell_stored
+from .events import announce_stored
 from .flight import Fill, Promise, StepInFlight, mark, note_promises
 from .group import DEVICE, HOST
+from .hashes import hash_path
 from .lease import Lease, Span
 from .node import Node
-from .page_ids import Run, as_ids, joined, lengthened, one, page_at, ranges, runs_of
+from .page_ids import Run, as_ids, joined, lengthened, one, page_at, part, put, ranges, runs_of, width
 from .path import agree
 from .pool import FLIGHT, LEASE, TREE
 from .readers import read
@@ -66,6 +67,15 @@ class Publisher:
             lease.depends(flight.step, low, oldest)
         return duplicates
 
+    def is_published(self, lease: Lease, upto: int) -> bool:
+        """Whether the tree has the first `upto` pages of a lease already, in every group."""
+        if upto > lease.depth:
+            return False
+        for g in self.tree.sliding:  # noqa: SIM110  (a loop: this is asked of every chunk)
+            if lease.upto[g] < upto:
+                return False
+        return True
+
     def publish_rows(self, leases: Sequence[Lease], pages: Sequence[bytes]) -> list[Fallen]:
         """One more computed page for each lease. Returns those that had duplicates.
 
@@ -116,7 +126,7 @@ class Publisher:
                     tree.device.queues[g].add(node, copy)
             lease.depth = last
             if announcing:
-                tell_page(tree, node, page)
+                announce_stored(tree, node, DEVICE, depth, last)
             elif hashing:
                 hash_path(tree, node, depth, last)
             if host:
@@ -130,13 +140,26 @@ class Publisher:
                 tree.device.pools[g].move(b"".join(moved[g]), LEASE, TREE)
         return fallen
 
-    def short_of_pages(self, leases: Sequence[Lease]) -> Lease | None:
-        """One of these that was not given a page for what it is to publish next."""
+    def check_pages(self, lease: Lease, upto: int) -> None:
+        """ValueError if a lease was not given the first `upto` pages of some group, which it is to publish."""
+        for g in self.tree.paged:
+            have = width(lease.tables[g])
+            if have < upto:
+                name = self.tree.names[g]
+                raise ValueError(f"the lease has {have} pages of group {name!r}, cannot publish {upto}")
+
+    def check_rows(self, leases: Sequence[Lease], pages: Sequence[bytes]) -> None:
+        """ValueError if these cannot be published: a page of tokens for each lease, for which it has pages."""
+        size = self.tree.page_bytes
+        if len(pages) != len(leases):
+            raise ValueError(f"pages must be one page of tokens a lease, got {len(pages)} for {len(leases)} leases")
+        if set(map(len, pages)) - {size}:
+            wrong = next(len(page) for page in pages if len(page) != size)
+            raise ValueError(f"pages must be of {size} bytes each, got one of {wrong}")
         for g in self.tree.paged:
             for lease in leases:
                 if len(lease.tables[g]) <= 4 * lease.depth:
-                    return lease
-        return None
+                    self.check_pages(lease, lease.depth + 1)
 
     def became_real(self, lease: Lease, node: Node, first: int, last: int, fills: list[Fill]) -> None:
         """Pages of the path to `node` have been computed: hash and announce them, and offer them for saving."""
@@ -144,12 +167,12 @@ class Publisher:
         if tree.announcing:
             if tree.closed:
                 if first < last:
-                    tell_stored(tree, node, DEVICE, first, last)
+                    announce_stored(tree, node, DEVICE, first, last)
             else:
                 for fill in fills:
                     if fill.g == tree.announced_group:
                         for low, high in fill.where:
-                            tell_stored(tree, node, DEVICE, low, high)
+                            announce_stored(tree, node, DEVICE, low, high)
         elif tree.hashing and first < last:
             hash_path(tree, node, first, last)
         if tree.has_host:
@@ -180,7 +203,7 @@ class Publisher:
             lease.unsaved = [first, last, node]
 
     def leftover(self, lease: Lease, offered: int) -> Span | None:
-        """What a lease that ends has made real and nobody has been told of; `offered` spans were there before."""
+        """What a lease that ends has made real and was never offered; `offered` spans were there before."""
         unsaved, lease.unsaved = lease.unsaved, None
         spans = self.real[offered:]
         del self.real[offered:]
@@ -204,7 +227,7 @@ class Publisher:
         """A snapshot of `groups` at `depth` in `node` can be used, announced if events speak of it, and saved."""
         tree = self.tree
         if tree.announcing and tree.announced_group in groups:
-            tell_stored(tree, node, DEVICE, depth - 1, depth)
+            announce_stored(tree, node, DEVICE, depth - 1, depth)
         if tree.has_host and not rolling:
             self.offer(lease, depth - 1, depth, node)
 
@@ -253,12 +276,12 @@ class Publisher:
         """A node that was on host only gets the lease's computed pages as its device copy."""
         pages = {}
         for g in self.tree.closed:
-            pages[g] = bytes(lease.tables[g][4 * low : 4 * high])
+            pages[g] = bytes(part(lease.tables[g], low, high))
             self.tree.device.pools[g].move(pages[g], LEASE, TREE)
         self.tree.closed_pages.put(node, DEVICE, pages)
 
     def _append(self, lease: Lease, node: Node, depth: int, tokens: bytes | bytearray, offset: int, upto: int) -> None:
-        """New pages [depth, upto) below `node`: its own edge grows if nobody else can mind, else a child is added."""
+        """New pages [depth, upto) below `node`: its edge grows where no other holder minds, else a child is added."""
         tree = self.tree
         n = upto - depth
         end = offset + n * tree.page_bytes
@@ -281,7 +304,7 @@ class Publisher:
                 node.copies[DEVICE].backed_children += 1
             lease.node = child
         for g in tree.closed:
-            mine = lease.tables[g][4 * depth : 4 * upto]
+            mine = part(lease.tables[g], depth, upto)
             tree.device.pools[g].move(mine, LEASE, TREE)
             there = copy.pages[g]
             if type(there) is bytearray:
@@ -313,9 +336,9 @@ class Publisher:
         filled: list[Run] = []
         for node, first, last in reversed(tree.cover(lease.node, lease.upto[g], upto)):
             start = node.start
-            mine = table[4 * (start + first) : 4 * (start + last)]
+            mine = part(table, start + first, start + last)
             taken = tree.sliding_pages[g].fill(node, DEVICE, first, mine)
-            filled += [(start + low, table[4 * (start + low) : 4 * (start + high)]) for low, high in taken]
+            filled += [(start + low, part(table, start + low, start + high)) for low, high in taken]
             if lease.counted:
                 for low, high in runs_of(as_ids(mine)):
                     read(tree, node, DEVICE, g, start + first + low, start + first + high)
@@ -361,6 +384,6 @@ class Publisher:
             else:
                 tree.device.pools[g].move(one(page), LEASE, FLIGHT)
                 held.freed.append((g, one(page)))
-            lease.tables[g][4 * column : 4 * column + 4] = one(theirs)
+            put(lease.tables[g], column, one(theirs))
             self.replaced.append(Replaced(lease, tree.groups[g].name, column, theirs))
         return left

@@ -1,12 +1,12 @@
-"""Who reads the pages of groups that are not closed: a count for every column of a node, beside its pages.
+"""Readers of the pages of groups that are not closed: a count for every column of a node, beside its pages.
 
 A reader holds columns of a path, not page numbers: a run of columns is one slice in each node, wherever its pages lie.
-A column may be read while it is a hole, by a step whose pages were withdrawn under it; who fills it finds it read.
+A column may be read while it is a hole, by a step whose pages were withdrawn under it; a page that fills it is read.
 Once a namespace is unhooked there are no columns any more, and pools count the readers of each page.
 
-Counting is for eviction alone. So leases and saves begin quietly (`Tree.uncounted`): most come and go while free pages
-are enough, and are never counted. `count_all` counts them when somebody asks what eviction could take, or takes apart
-what they read; from then on they keep their counts up to date.
+Counting is for eviction alone. So leases and saves begin uncounted (`Tree.uncounted`): most come and go while free
+pages are enough, and are never counted. `count_all` counts them when it matters what eviction could take, or when
+what they read is taken apart; from then on they keep their counts up to date.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ _LESS: Final = bytes([0, *range(255)])
 
 
 def count_all(tree: Tree) -> None:
-    """Count whoever reads and is not counted yet: the counts are exact now."""
+    """Count all readers that are not counted yet: the counts are exact now."""
     uncounted, tree.uncounted = tree.uncounted, {}
     for reader in uncounted:
         reader.count_reads(tree)
 
 
 def use(tree: Tree, node: Node, low: int) -> None:
-    """Somebody begins to read the path to `node` on the device from column `low` on, counted or not."""
-    node.copies[DEVICE].used = tree.now
+    """A reader, counted or not, begins to read the path to `node` on the device from column `low` on."""
+    node.copies[DEVICE].used = tree.clock.now
     while node.start > low:
-        node = node.parent  # type: ignore[assignment]
-        node.copies[DEVICE].used = tree.now
+        assert node.parent is not None
+        node = node.parent
+        node.copies[DEVICE].used = tree.clock.now
 
 
 def read(tree: Tree, node: Node, tier: int, g: int, low: int, high: int) -> None:
@@ -86,7 +87,8 @@ def unread(tree: Tree, node: Node, tier: int, g: int, low: int, high: int) -> No
 def unread_one(tree: Tree, node: Node, g: int, column: int) -> None:
     """`unread` for one column, on the device, which has a page: what a decoding row does when it crosses a page."""
     while node.start > column:
-        node = node.parent  # type: ignore[assignment]
+        assert node.parent is not None
+        node = node.parent
     copy, at = node.copies[DEVICE], column - node.start
     reads = copy.reads[g]
     count = reads[at] if reads is not None else 0
@@ -100,7 +102,7 @@ def unread_one(tree: Tree, node: Node, g: int, column: int) -> None:
 
 
 def idle_in(tree: Tree, node: Node, tier: int, g: int, spans: Ranges) -> int:
-    """How many pages in these columns of the path to `node` nobody reads."""
+    """How many pages in these columns of the path to `node` have no reader."""
     idle = 0
     for low, high in spans:
         for at, first, last in tree.cover(node, low, high):
@@ -118,7 +120,7 @@ def unread_columns(copy: Copy, g: int, first: int, last: int) -> int:
 
 
 def counts(copy: Copy, g: int, start: int) -> dict[int, int]:
-    """By page: how many read it, of those that somebody reads. `start` is that of the node."""
+    """By page that has readers: how many. `start` is that of the node."""
     reads, pages = copy.reads[g], copy.pages[g]
     if reads is None or not pages:
         return {}

@@ -7,26 +7,22 @@ is in the way: a hole, a page host has already, a promise, another save under wa
 
 from __future__ import annotations
 
-from struct import Struct
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from .begins import NEAR, WINDOW, reach, worth
 from .group import DEVICE, HOST
 from .lease import PinHolder, Span, hold
 from .node import Node
-from .page_ids import HOLE, Ranges, runs_of, spread
+from .page_ids import PageIds, Ranges, as_ids, has_hole, mask_runs, one, part, spread, width
 from .pool import FLIGHT
 from .publish import Publisher
-from .room import Room
+from .sliding import NEAR, WINDOW
 from .transfer import Operation, Parts, PendingTransfers, Transfer, host_runs
 from .tree import Cover, Tree
 
-frombuffer = np.frombuffer
-_raw = Struct("<i").pack
-_INT32 = np.dtype(np.int32)  # numpy looks a type up, which takes as long as all the rest of `frombuffer`
+_AT_LEAST = [bytes([worth >= least for worth in range(256)]) for least in range(3)]  # by least worth: worths to masks
 
 
 class Wanted(NamedTuple):
@@ -38,12 +34,15 @@ class Wanted(NamedTuple):
     first: int
     last: int
 
+    def windows(self, saves: Saves) -> dict[tuple[int, int], Ranges]:
+        """Where its pages of sliding groups stand, as a `PinHolder` has them."""
+        return {(DEVICE, g): self.where[g] for g in saves.sliding if g in self.where}
+
 
 class Saves:
-    def __init__(self, tree: Tree, room: Room, ledger: PendingTransfers, publisher: Publisher) -> None:
+    def __init__(self, tree: Tree, transfers: PendingTransfers, publisher: Publisher) -> None:
         self.tree = tree
-        self.room = room
-        self.ledger = ledger
+        self.transfers = transfers
         self.publisher = publisher
         host = [bool(group.host_pages) for group in tree.groups]
         whole = all(host[g] for g in tree.closed)  # closed groups are on host together or not at all
@@ -55,52 +54,58 @@ class Saves:
     def begin_save(self, span: Span) -> Operation | None:
         """Start to copy to host what of `span` is not there and not on its way. None: nothing to do, no room, or (then
         the next step offers it again) pages above it are only promised."""
-        tree, node = self.tree, span.node
-        if not tree.has_host or node.parent is None or not node.root.attached:
+        tree, bottom = self.tree, span.node
+        if not tree.has_host or bottom.parent is None or not bottom.root.attached:
             return None
-        end = node.start + node.n
-        last = min(span.last, end)
-        path = tree.cover(node, span.first, last)
-        if tree.promises and self._below_promises(path[-1][0] if path else node):
+        last = min(span.last, bottom.end)
+        path = tree.cover(bottom, span.first, last)
+        if tree.first_promised(bottom) < (path[-1][0] if path else bottom).start:
             self.publisher.real.append(span)  # to be offered again with the next step: it will be known then
             return None
-        left_out = 0
+        host, left_out = tree.tiers[HOST], 0
+        guard: PinHolder | None = None
         for least in (NEAR, WINDOW):  # a small host may have room for what is worth most
             wanted = self._wanted(span, path, last, least)
             if wanted is None:
-                count = 0
-                break
+                self.transfers.counts["pages_skipped"] += left_out
+                return None
             count = sum(wanted.need.values())
             left_out = max(left_out, count)
             # Of a node behind them with nothing but host pages, nothing is left when these make room.
-            node = tree.node_at(span.node, wanted.last)
-            if self._fits(node, wanted):
+            node = tree.node_at(bottom, wanted.last)
+            if host.has_free(wanted.need):
                 break
+            guard = hold(tree, node, (DEVICE,), (wanted.first, wanted.last), wanted.sources, wanted.windows(self))
+            if self.make_room(node, (wanted.last,), wanted.need):
+                break
+            guard.let_go(tree)
+            guard = None
         else:
-            self.ledger.counts["saves_skipped"] += 1
-            wanted, count = None, 0
-        self.ledger.counts["pages_skipped"] += left_out - count
-        if wanted is None:
+            self.transfers.counts["saves_skipped"] += 1
+            self.transfers.counts["pages_skipped"] += left_out
             return None
-        where, sources, need, first, last = wanted
-        spans = {(DEVICE, g): where[g] for g in self.sliding if g in where}
+        self.transfers.counts["pages_skipped"] += left_out - count
+        transfer = self._transfer(node, wanted)
+        if guard is not None:
+            guard.let_go(tree)
+        return self.transfers.begin(transfer)
+
+    def _transfer(self, node: Node, wanted: Wanted) -> Transfer:
+        """The save of what is wanted, for which host has room. It marks the nodes that it reads from."""
+        tree, first, last = self.tree, wanted.first, wanted.last
         pools = tree.tiers[HOST].pools
         parts: Parts = {}
         came = {}
-        source: bytes | bytearray
-        target: bytes | bytearray
-        for (_, g), source in sources.items():
-            target = came[g] = pools[g].allocate(need[g], FLIGHT)
-            if need[g] < last - first:
-                source, target = spread(where[g], source, first, last), spread(where[g], target, first, last)
-            parts[g] = frombuffer(source, _INT32), frombuffer(target, _INT32)
+        for (_, g), source in wanted.sources.items():
+            target = came[g] = pools[g].allocate(wanted.need[g], FLIGHT)
+            where = wanted.where[g]
+            parts[g] = as_ids(spread(where, source, first, last)), as_ids(spread(where, target, first, last))
         node.tried = node.copies[DEVICE].used
-        transfer = Transfer(
-            tree, self.ledger.number(), HOST, node, (first, last), parts, where, came, (DEVICE,), sources, spans
-        )
+        op, columns, spans = self.transfers.number(), (first, last), wanted.windows(self)
+        transfer = Transfer(tree, op, HOST, node, columns, parts, wanted.where, came, (DEVICE,), wanted.sources, spans)
         for at, _, _ in tree.cover(node, first, last):
             at.saving = [*at.saving, transfer] if at.saving else [transfer]
-        return self.ledger.begin(transfer)
+        return transfer
 
     def _wanted(self, span: Span, path: Cover, last: int, least: int) -> Wanted | None:
         """What of a span, whose nodes are `path`, host does not have; of windows, what is worth `least` or more."""
@@ -120,42 +125,37 @@ class Saves:
                 first = low
             if high > end:
                 end = high
-            need[g] = len(sources[DEVICE, g]) // 4
+            need[g] = width(sources[DEVICE, g])
         return Wanted(where, sources, need, first, end)
 
-    def _fits(self, node: Node, wanted: Wanted) -> bool:
-        """Whether host has room for it, or can make some."""
-        if self.room.has(HOST, wanted.need):
-            return True
-        tree, where = self.tree, wanted.where
-        spans = {(DEVICE, g): where[g] for g in self.sliding if g in where}
-        guard = hold(tree, node, (DEVICE,), (wanted.first, wanted.last), wanted.sources, spans)
-        fits = self.make_room(node, (wanted.last,), wanted.need)
-        guard.let_go(tree)
-        return fits
-
-    @staticmethod
-    def _below_promises(node: Node) -> bool:
-        """Whether pages above `node` are only promised: they may be withdrawn, and it with them."""
-        at = node.parent
-        while at is not None:
-            if at.promised and any(promise.first < promise.last for promise in at.promised):
-                return True
-            at = at.parent
-        return False
+    def cold_spans(self, most: int) -> list[Span]:
+        """What the device is going to lose next for good, if fewer than an eighth of its pages are free: up to `most`
+        spans worth saving first. Empty where no group is closed."""
+        tree = self.tree
+        if not tree.has_host or not tree.closed:
+            return []
+        pools = [tree.device.pools[g] for g in tree.closed]
+        if all(8 * pool.free >= pool.capacity for pool in pools):
+            return []
+        leaves = tree.device.leaves.coldest(DEVICE, 4 * most)
+        # Once for each time it was used: on a small host two of them would push each other out in turns, for ever.
+        fresh = [leaf for leaf in leaves if leaf.tried < leaf.copies[DEVICE].used and not leaf.saving]
+        lost = [leaf for leaf in fresh if leaf.copies[HOST].count < leaf.n]
+        # On host a page is worth nothing without its path.
+        return [Span(0, leaf.end, leaf) for leaf in lost[:most]]
 
     def make_room(self, node: Node, boundaries: tuple[int, ...], need: dict[int, int]) -> bool:
         """Evict from host what is least recently used, but nothing of the path that is about to be extended there: of
         the path to `node`, what requests that begin at these boundaries would read."""
         holder = self._keep(node, boundaries)
-        fits = self.room.made(HOST, need)
+        fits = self.tree.tiers[HOST].try_make(need)
         holder.let_go(self.tree)
         return fits
 
     def can_make_room(self, node: Node, boundaries: tuple[int, ...], need: dict[int, int]) -> bool:
         """Would `make_room` succeed? Nothing goes."""
         holder = self._keep(node, boundaries)
-        fits = self.room.can_make(HOST, need)
+        fits = self.tree.tiers[HOST].can_make(need)
         holder.let_go(self.tree)
         return fits
 
@@ -186,61 +186,50 @@ class Saves:
     ) -> None:
         """Put down which closed pages and snapshots of `node` in [low, high), counted from its start, host does not
         have."""
-        start, there, busy = node.start, node.copies[DEVICE].pages, node.promised or node.saving
-        host = node.copies[HOST]
-        kept = host.pages
+        start, there, host = node.start, node.copies[DEVICE].pages, node.copies[HOST]
         first = host.count if host.count > low else low
         if first < high:
             for g in self.closed:
-                if there[g]:
-                    ids = bytes(there[g][4 * first : 4 * high])
-                    if busy:
-                        for column, run in self._unsaved(node, g, first, ids, None):
-                            _put_down(g, column, run, where, sources)
-                    else:
-                        _put_down(g, start + first, ids, where, sources)
+                ids = bytes(part(there[g], first, high))
+                self._put_unsaved(node, g, first, ids, bytearray(b"\1" * width(ids)), where, sources)
         low, high = start + low, start + high
         for g in self.slots:
-            slots, saved = there[g], kept[g] or ()
+            slots, saved = there[g], host.pages[g] or ()
             new: list[int] = []
             for depth in reversed(slots) if slots else ():  # the deepest first: a chat may have had thousands of turns
                 if depth <= low:
                     break
-                if depth <= high and depth not in saved and not (busy and self._under_way(node, g, depth)):
+                if depth <= high and depth not in saved and not self._under_way(node, g, depth):
                     new.append(depth)
             for depth in reversed(new):
-                _put_down(g, depth - 1, _raw(slots[depth]), where, sources)
+                _put_down(g, depth - 1, one(slots[depth]), where, sources)
 
     def _to_save_of_windows(
         self, g: int, span: Span, last: int, least: int, where: dict[int, Ranges], sources: dict[tuple[int, int], bytes]
     ) -> None:
         """Of a group that slides: what a later request can begin with, at the end of this span or before it, if it is
         worth `least` or more. Where all pages are worth the same, all of them."""
-        tree, node = self.tree, span.node
-        before = reach(tree, g)
-        for at, low, high in reversed(tree.cover(node, max(0, span.first - before), last)):
-            ids = (at.copies[DEVICE].pages[g] or b"")[4 * low : 4 * high]
+        tree = self.tree
+        sliding = tree.sliding_pages[g]
+        for at, low, high in reversed(tree.cover(span.node, max(0, span.first - sliding.reach), last)):
+            ids = bytes(part(at.copies[DEVICE].pages[g] or b"", low, high))
             if not ids:
                 continue
-            kept = at.copies[HOST].pages[g]
-            # Four zero bytes in a row are a hole, or two ids beside each other: only then look closer.
-            if before:
-                wanted = worth(tree, g, at)[low : low + len(ids) // 4] >= least
-                wanted[max(0, last - tree.families[g].protected_tail_pages() - at.start - low) :] = (
-                    True  # the span's last window
-                )
-            elif at.promised or at.saving or HOLE in ids or (kept and any(kept[4 * low : 4 * high])):
-                wanted = np.ones(len(ids) // 4, np.bool_)
-            else:
-                _put_down(g, at.start + low, bytes(ids), where, sources)
-                continue
-            if wanted.any():
-                for column, run in self._unsaved(at, g, low, bytes(ids), wanted):
-                    _put_down(g, column, run, where, sources)
+            n = width(ids)
+            wanted = bytearray(b"\1" * n)
+            if sliding.reach:
+                own = max(0, last - sliding.window - at.start - low)  # where the span's last window begins
+                wanted[:own] = sliding.worth(at)[low : low + min(own, n)].translate(_AT_LEAST[least])
+            if has_hole(ids):
+                _mask(wanted, as_ids(ids) != 0)
+            kept = part(at.copies[HOST].pages[g] or b"", low, low + n)
+            if any(kept):
+                _mask(wanted, as_ids(kept) == 0)
+            self._put_unsaved(at, g, low, ids, wanted, where, sources)
 
     def _closed_on_host(self, node: Node, depth: int) -> bool:
-        """Whether host has the closed pages above `depth` of the path to `node`, or is getting them: else nobody could
-        begin there, whatever else it has."""
+        """Whether host has the closed pages above `depth` of the path to `node`, or is getting them: else no request
+        could begin there."""
         if not self.closed or not depth:
             return True
         at = self.tree.node_at(node, depth)
@@ -252,38 +241,38 @@ class Saves:
         """Whether a save of the snapshot at `depth` in `node` is under way."""
         return node.saving is not None and any(save.covers(g, depth - 1) for save in node.saving)
 
-    def _unsaved(
-        self, node: Node, g: int, first: int, ids: bytes, wanted: npt.NDArray[np.bool_] | None
-    ) -> list[tuple[int, bytes]]:
-        """Which of `ids`, the device pages of `node` from `first` on, should be saved, of all or of those `wanted`: the
-        careful way to look."""
-        tree = self.tree
-        closed = g in tree.closed
-        pages = np.frombuffer(ids, np.int32)
-        want = pages != 0
-        if wanted is not None:
-            want &= wanted
-        there = node.copies[HOST].pages[g]
-        if not closed and there is not None:
-            saved = np.frombuffer(bytes(there), np.int32)[first : first + len(pages)]
-            want[: len(saved)] &= saved == 0
+    def _put_unsaved(
+        self,
+        node: Node,
+        g: int,
+        first: int,
+        ids: bytes,
+        wanted: bytearray,
+        where: dict[int, Ranges],
+        sources: dict[tuple[int, int], bytes],
+    ) -> None:
+        """Put down which of `ids`, the device pages of `node` from `first` on, are to be saved: those that are wanted,
+        real, and not on their way."""
         begin = node.start + first
-        for at in want.nonzero()[0].tolist() if node.promised or node.saving else ():
-            for promise in node.promised or ():
-                if promise.covers(g, begin + at, closed):
-                    want[at] = False
-            for save in node.saving or ():
-                if save.covers(g, begin + at):
-                    want[at] = False
-        return [(begin + low, ids[4 * low : 4 * high]) for low, high in runs_of(want)]
+        taken: Ranges = []
+        for promise in node.promised or ():
+            taken += promise.ranges(g, g in self.closed)
+        for save in node.saving or ():
+            taken += save.ranges.get(g, ())
+        for low, high in taken:
+            low, high = max(low - begin, 0), min(high - begin, len(wanted))
+            if low < high:
+                wanted[low:high] = bytes(high - low)
+        for low, high in mask_runs(wanted):
+            _put_down(g, begin + low, part(ids, low, high), where, sources)
 
     def save_done(self, op: int, ok: bool) -> Span | None:
         """The save is over. Returns what host has now, for a backup, or None if it failed or has nowhere to go."""
-        transfer = self.ledger.end(op, HOST)
-        tree, ledger = self.tree, self.ledger
+        transfer = self.transfers.end(op, HOST)
+        tree, transfers = self.tree, self.transfers
         if transfer.detached:
-            ledger.counts["saves_failed"] += not ok
-            ledger.free_targets(transfer)
+            transfers.counts["saves_failed"] += not ok
+            transfers.free_targets(transfer)
             transfer.let_go(tree)
             return None
         for node, _, _ in tree.cover(transfer.node, transfer.first, transfer.last):
@@ -291,20 +280,22 @@ class Saves:
             assert saving is not None
             node.saving = None if len(saving) == 1 else [save for save in saving if save is not transfer]
         if not ok:
-            ledger.counts["saves_failed"] += 1
-            ledger.free_targets(transfer)
+            transfers.counts["saves_failed"] += 1
+            transfers.free_targets(transfer)
             transfer.let_go(tree)
             return None
-        ledger.land(transfer, "saved")
+        transfers.land(transfer, "saved")
         transfer.let_go(tree)
         return Span(transfer.first, transfer.last, transfer.node)
 
 
-def _put_down(g: int, column: int, ids: bytes, where: dict[int, Ranges], sources: dict[tuple[int, int], bytes]) -> None:
+def _put_down(
+    g: int, column: int, ids: PageIds, where: dict[int, Ranges], sources: dict[tuple[int, int], bytes]
+) -> None:
     """Add a run of pages of a group, which stands behind those that are there."""
-    end = column + len(ids) // 4
+    end = column + width(ids)
     if g not in where:
-        where[g], sources[DEVICE, g] = [(column, end)], ids
+        where[g], sources[DEVICE, g] = [(column, end)], bytes(ids)
         return
     spots = where[g]
     if spots[-1][1] == column:
@@ -312,3 +303,9 @@ def _put_down(g: int, column: int, ids: bytes, where: dict[int, Ranges], sources
     else:
         spots.append((column, end))
     sources[DEVICE, g] += ids
+
+
+def _mask(wanted: bytearray, there: npt.NDArray[np.bool_]) -> None:
+    """Want only those of the first pages that are `there`."""
+    view = np.frombuffer(wanted, np.bool_)[: len(there)]
+    view &= there

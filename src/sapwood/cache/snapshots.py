@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .announce import tell_removed
+from .events import announce_removed
 from .eviction import EvictionOrder
 from .page_ids import Ids, Ranges, one
 from .pool import FLIGHT, TREE
@@ -73,7 +73,7 @@ class Snapshots:
 
     def use(self, copy: Copy, depth: int) -> None:
         """The snapshot at `depth` is used now."""
-        seen, now = copy.seen, self.tree.now
+        seen, now = copy.seen, self.tree.clock.now
         if not seen:
             copy.seen = {depth: EvictionOrder.rank(now, now)}
             return
@@ -89,7 +89,7 @@ class Snapshots:
             for sliding in tree.sliding:  # the window before it may stand between others now
                 tree.sliding_pages[sliding].enqueue(node, tier)
         if tree.announcing and g == tree.announced_group:
-            tell_removed(tree, node, tier, range(depth - node.start - 1, depth - node.start))
+            announce_removed(tree, node, tier, range(depth - node.start - 1, depth - node.start))
         tree.tiers[tier].pools[g].release(one(slot), TREE)
         tree.tiers[tier].pools[g].idle -= 1
         tree.version += 1
@@ -100,6 +100,10 @@ class Snapshots:
             for depth in [depth for depth in node.copies[tier].pages[g] or () if depth > node.start + keep]:
                 self.drop(node, tier, g, depth)
                 self.tree.count_evicted(node, tier, g, 1)
+
+    def depths(self, node: Node) -> list[int]:
+        """The depths at which snapshots of any group and tier stand in `node`, in order."""
+        return sorted({depth for copy in node.copies if copy.seen for depth in copy.seen}) if self.tree.slots else []
 
     def ids(self, copy: Copy, g: int) -> Ids:
         return np.array([*(copy.pages[g] or {}).values()], np.int32)

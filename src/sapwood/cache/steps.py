@@ -10,8 +10,8 @@ from .checkpoints import Checkpoints
 from .flight import StepInFlight, unmark, withdraw
 from .follow import Follower
 from .group import DEVICE
-from .lease import Lease, PinHolder, Span, hold
-from .page_ids import PageIds, one
+from .lease import Lease, PageCopy, PinHolder, Span, hold
+from .page_ids import PageIds, one, width
 from .pool import FLIGHT, LEASE
 from .publish import Publisher, Replaced
 from .readers import unread
@@ -36,9 +36,9 @@ class StepCommits:
         self.checkpoints = checkpoints
         self.flights: dict[int, StepInFlight] = {}
         self.unsettled: dict[Lease, list[tuple[int, int]]] = {}  # duplicates of pages that may not be real yet
-        self.doomed = 0  # steps up to this one count as failed whatever they say: an earlier one has failed
+        self.doomed = 0  # steps up to this one count as failed whatever their events are: an earlier one has failed
         self.last = 0  # the newest step whose event has come
-        self.newest = 0  # the newest step anybody has told of
+        self.newest = 0  # the newest step that is known here
         self.counts = {"steps": 0, "steps_failed": 0, "duplicates_freed": 0}
 
     def flight(self, step: int) -> StepInFlight:
@@ -64,6 +64,41 @@ class StepCommits:
     def oldest(self, default: int) -> int:
         return min(self.flights, default=default)
 
+    def opening(self, lease: Lease, step: int) -> list[PageCopy]:
+        """The copies that must run before the next batch of a lease, which is that of `step`."""
+        if lease.opened or not (self.tree.slots or lease.source):
+            lease.opened = True
+            return []
+        return self.checkpoints.opening(lease, self.flight(step))
+
+    # ---- pages and states that are handed to the tree
+
+    def publish(self, lease: Lease, tokens: bytes, upto: int, step: int) -> None:
+        """Hand the first `upto` pages of a lease to the tree, promised by `step`."""
+        if lease.cuts:
+            self.checkpoints.pass_cuts(lease, upto, self.flights)
+        flight = self.flight(step)
+        self.publisher.publish(lease, tokens, 0, upto, flight, self.oldest(step) if lease.deps else step)
+
+    def publish_rows(self, leases: Sequence[Lease], pages: Sequence[bytes], step: int | None) -> None:
+        """Hand one more page of each lease to the tree, real already; what `step` promised is real before it."""
+        if step is not None:
+            self.computed(step)
+        for lease, duplicates in self.publisher.publish_rows(leases, pages):
+            self.remember_duplicates(lease, duplicates)
+
+    def publish_rest(self, lease: Lease, fill: bytes, computed: int, reading: int | None) -> None:
+        """A lease ends: hand over its last computed pages, whose tokens are `fill`, and its state."""
+        tree = self.tree
+        if lease.writes and not lease.detached and self.in_flight(reading) is None:
+            if fill:
+                upto = lease.depth + len(fill) // tree.page_bytes
+                self.publisher.publish(lease, fill, lease.depth, upto, None, 0)
+            if tree.slots:
+                self.checkpoints.publish_state(lease, computed)
+        elif tree.slots:
+            self.checkpoints.counts["states_dropped"] += 1
+
     # ---- events
 
     def commit(self, step: int, reading: int | None) -> Commit:
@@ -71,7 +106,7 @@ class StepCommits:
         if flights or step <= self.last:
             self._in_order(step)
         self.last = step
-        self.tree.now += 1
+        self.tree.clock.step_over()
         flight = flights.pop(step, None) if flights else None
         self.counts["steps" if step > self.doomed else "steps_failed"] += 1
         if flight is None and not (self.unsettled or publisher.real or publisher.replaced):
@@ -132,7 +167,7 @@ class StepCommits:
         tree = self.tree
         self._in_order(step)
         self.last = step
-        tree.now += 1
+        tree.clock.step_over()
         self.counts["steps_failed"] += 1
         if step <= self.doomed:
             self._over(self.flights.pop(step, None))
@@ -258,7 +293,7 @@ class StepCommits:
         undo go back to a snapshot."""
         tree = self.tree
         size = tree.page_size
-        have = min((len(lease.tables[g]) // 4 for g in tree.paged), default=-(-position // size))
+        have = min((width(lease.tables[g]) for g in tree.paged), default=-(-position // size))
         position = min(position, have * size)
         if lease.uncopied:
             position, lease.uncopied = min(position, lease.start), False

@@ -1,35 +1,36 @@
 """The store's side of the cache: fetches bring pages to host, backups take them from there. No byte moves here.
 
 A fetch owns the host pages it writes and holds nothing else. When it is over, its tokens are walked again: every page
-lands under its own tokens, at its own place, or is freed, whatever has become of the tree meanwhile. A backup holds
+lands under its own tokens, at its own place, or is freed, however the tree has changed meanwhile. A backup holds
 the host pages it reads until it is acknowledged, and the path to them with it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from .announce import hash_path
+from .arguments import whole_number
 from .group import DEVICE, HOST
-from .hashes import chain, ensure_hashes
+from .hashes import chain, digests_of, divided, ensure_hashes, hash_path, last_digest
 from .lease import Binding, PinHolder, Span, hold
+from .match import Matcher
 from .namespace import Namespace
-from .node import Node, Root
-from .page_ids import Ids, Ranges, Run, as_ids, joined, present, ranges, runs_of, spread
+from .node import Node
+from .page_ids import Ids, Ranges, Run, as_ids, joined, part, present, ranges, runs_of, spread
 from .path import Path
 from .pool import FLIGHT
-from .room import Room
+from .roots import Root
 from .save import Saves
 from .transfer import PendingTransfers, Transfer
 from .tree import Tree
 
-_MOST_LATER = 256  # spans that wait for pages above them; beyond it the oldest is dropped, and counted
-_TRIED_AGAIN = 4  # of them, whatever has been saved: a fetch may have brought what they wait for
+_MAX_LATER = 256  # spans that wait for pages above them; beyond it the oldest is dropped, and counted
+_MAX_TRIED_AGAIN = 4  # waiting spans that are tried with every save: a fetch may have brought what they wait for
 
 
 class StoreOperation(NamedTuple):
@@ -70,18 +71,28 @@ class Fetch(NamedTuple):
 
 
 class StoreFetches:
-    def __init__(self, tree: Tree, room: Room, ledger: PendingTransfers, saves: Saves) -> None:
+    def __init__(self, tree: Tree, matcher: Matcher, transfers: PendingTransfers, saves: Saves) -> None:
         self.tree = tree
-        self.room = room
-        self.ledger = ledger
+        self.matcher = matcher
+        self.transfers = transfers
         self.saves = saves
         self.fetches: dict[int, Fetch] = {}
         self.backups: dict[int, PinHolder] = {}
         self.later: list[_Later] = []
         self.whole = saves.everything  # what no group could be served from host, is not fetched
-        self.cuts_anywhere = len(tree.closed) == len(tree.groups)  # any first part of what can be served can be served
 
     # ---- questions
+
+    def missing(self, binding: Binding, tokens: bytes, least: int) -> MissingPages | None:
+        """What of a prompt is at hand neither on the device nor on host. None if it is fewer than `least` pages, or
+        could not be fetched."""
+        root, last = binding._root, self.matcher.most_pages(len(tokens) // 4)
+        if not root.attached or not self.whole or last < least:
+            return None
+        first = self.matcher.match(binding, tokens, HOST).boundary
+        if last - first < max(1, least):
+            return None
+        return MissingPages(first, self.hashes(root, tokens, first, last))
 
     def hashes(self, root: Root, tokens: bytes, first: int, last: int) -> list[bytes]:
         """The hashes of pages [first, last) of a prompt; those before them are looked up in the tree if it has them."""
@@ -90,35 +101,27 @@ class StoreFetches:
         if first and path.depth == first:
             node = path.nodes[-1]
             upto = first - node.start
-            parent = bytes(ensure_hashes(node, upto, size)[32 * upto - 32 : 32 * upto])
+            parent = digests_of(ensure_hashes(node, upto, size), upto - 1, upto)
         else:
             parent = root.digest
             if first:
-                parent = bytes(chain(parent, tokens[: first * size], size)[-32:])
-        digests = bytes(chain(parent, tokens[first * size : last * size], size))
-        return [digests[at : at + 32] for at in range(0, len(digests), 32)]
+                parent = last_digest(chain(parent, tokens[: first * size], size))
+        return divided(chain(parent, tokens[first * size : last * size], size))
 
     def servable_run(self, start: int, there: Mapping[str, npt.NDArray[Any]]) -> int:
-        """How many pages from `start` on all groups could be served, if the store had what `there` says."""
+        """How many pages from `start` on all groups could be served, if the store had the pages of `there`."""
         tree = self.tree
         view = _Imagined(tree, start, there)
         # A prompt may end with these pages, unless a group of slots leaves a token to compute: both must be served.
-        length = view.depth * tree.page_size + bool(tree.slots)
-        boundary, settled = view.depth, 0
-        while boundary > start and settled < len(tree.families):
-            for family in tree.families:
-                lower = max(start, family.deepest(view, boundary, length))
-                settled = 1 if lower < boundary else settled + 1
-                boundary = lower
-                if settled >= len(tree.families):
-                    break
-        return boundary - start
+        boundary, _ = self.matcher.boundary(view, view.depth * tree.page_size + bool(tree.slots))
+        return max(0, boundary - start)
 
     # ---- fetches
 
     def begin_fetch(
-        self, binding: Binding, tokens: bytes, first: int, last: int, hashes: list[bytes] | None
+        self, binding: Binding, tokens: bytes, first: int, last: int, hashes: Sequence[bytes] | None
     ) -> StoreOperation | None:
+        self._check(tokens, first, last)
         tree, root = self.tree, binding._root
         node = self._above(root, tokens, first)
         if node is None:
@@ -127,33 +130,40 @@ class StoreFetches:
         need = _sizes(where)
         if hashes is None:
             hashes = self.hashes(root, tokens, first, last)
-        if not self.room.has(HOST, need) and not self.saves.make_room(node, (first, last), need):
-            self.ledger.counts["fetches_skipped"] += 1
+        if not tree.tiers[HOST].has_free(need) and not self.saves.make_room(node, (first, last), need):
+            self.transfers.counts["fetches_skipped"] += 1
             return None
         targets = {
             g: as_ids(spread(spans, tree.tiers[HOST].pools[g].allocate(need[g], FLIGHT), first, last))
             for g, spans in where.items()
         }
-        op = self.ledger.number()
+        op = self.transfers.number()
         self.fetches[op] = Fetch(op, root, tokens[: last * tree.page_bytes], first, last, targets, where)
-        self.ledger.counts["fetches"] += 1
+        self.transfers.counts["fetches"] += 1
         pages = {tree.groups[g].name: ids for g, ids in targets.items()}
-        return StoreOperation(op, root.namespace, first, hashes, pages)
+        return StoreOperation(op, root.namespace, first, list(hashes), pages)
 
     def fetchable_run(self, binding: Binding, tokens: bytes, first: int, last: int) -> int:
         """For how many of the pages [first, last), from the first on, `begin_fetch` would find room."""
+        self._check(tokens, first, last)
+        tree = self.tree
         node = self._above(binding._root, tokens, first)
         if node is None:
             return 0
 
         def too_much(end: int) -> bool:
             need = _sizes(self._where(first, end, len(tokens) // 4))
-            return not self.room.has(HOST, need) and not self.saves.can_make_room(node, (first, end), need)
+            return not tree.tiers[HOST].has_free(need) and not self.saves.can_make_room(node, (first, end), need)
 
         return bisect_left(range(first + 1, last + 1), True, key=too_much) if too_much(last) else last - first
 
+    def _check(self, tokens: bytes, first: int, last: int) -> None:
+        """ValueError if [first, last) are not pages of a prompt that could be served."""
+        whole_number("first", first, 0, 1 << 30)
+        whole_number("last", last, first + 1, max(first + 1, self.matcher.most_pages(len(tokens) // 4)))
+
     def _above(self, root: Root, tokens: bytes, first: int) -> Node | None:
-        """The node that fetched pages from `first` on would follow; None if nobody could reach them there."""
+        """The node that fetched pages from `first` on would follow; None if no request could reach them there."""
         tree = self.tree
         if not root.attached or not self.whole:
             return None
@@ -191,12 +201,12 @@ class StoreFetches:
             rest = targets[end - first :]
             self.tree.tiers[HOST].pools[g].release(present(rest.tobytes()), FLIGHT)
         landed = self._land(fetch, end) if end > first else 0
-        self.ledger.counts["fetches_failed"] += not landed
+        self.transfers.counts["fetches_failed"] += not landed
         return landed > 0
 
     def _landable(self, fetch: Fetch, end: int) -> int:
-        """How far pages up to `end` can land. Not where something above them is gone: nobody could reach them. And not
-        on pages that a step in flight has only promised: they go, with all that is below, if it fails."""
+        """How far pages up to `end` can land. Not where something above them is gone: no request could reach them. And
+        not on pages that a step in flight has only promised: they go, with all that is below, if it fails."""
         tree, root, first = self.tree, fetch.root, fetch.first
         if not root.attached:
             return first
@@ -205,22 +215,20 @@ class StoreFetches:
         path = tree.walk(root, fetch.tokens[: end * tree.page_bytes])
         if path.deepest_closed(path.depth) < first:
             return first
-        for node in path.nodes:
-            for promise in node.promised or ():
-                if promise.first < promise.last:
-                    end = min(end, promise.first)
+        if path.nodes:
+            end = min(end, tree.first_promised(path.nodes[-1]))
         return max(first, end)
 
     def _land(self, fetch: Fetch, end: int) -> int:
         """Pages up to `end` become the tree's, as those of a save do. Returns how many."""
-        tree, ledger, first = self.tree, self.ledger, fetch.first
+        tree, first = self.tree, fetch.first
         node = self._grown(fetch.root, fetch.tokens[: end * tree.page_bytes], end)
         where = {g: spans for g, all_of in fetch.ranges.items() if (spans := _within(all_of, first, end))}
         nothing = np.zeros(0, np.int32)
         parts = {g: (nothing, fetch.targets[g][: end - first]) for g in where}
         came = {g: targets[targets != 0].tobytes() for g, (_, targets) in parts.items()}
         transfer = Transfer(tree, fetch.op, HOST, node, (first, end), parts, where, came, (HOST,), {}, {})
-        landed = ledger.land(transfer, "fetched")
+        landed = self.transfers.land(transfer, "fetched")
         transfer.let_go(tree)  # a node that nothing came for is swept now
         return landed
 
@@ -233,19 +241,21 @@ class StoreFetches:
             return tree.attach(above, tokens[path.depth * tree.page_bytes :], end - path.depth)
         node = path.nodes[-1]
         if tree.closed and node.end > end and not node.copies[HOST].count and not node.copies[DEVICE].count:
-            return tree.split(node, end - node.start)  # somebody holds it, with nothing in it: all of it or none
+            return tree.split(node, end - node.start)  # empty and held: it gets all pages or none
         return node
 
     # ---- backups
 
     def begin_backups(self, span: Span) -> list[StoreOperation]:
         """Start to back up what host has of `span`, and of earlier ones that had to wait for pages above them."""
-        spans = [later.span for at, later in enumerate(self.later) if at < _TRIED_AGAIN or _fills(span, later)]
-        self.later = [later for at, later in enumerate(self.later) if at >= _TRIED_AGAIN and not _fills(span, later)]
+        spans = [later.span for at, later in enumerate(self.later) if at < _MAX_TRIED_AGAIN or _fills(span, later)]
+        self.later = [
+            later for at, later in enumerate(self.later) if at >= _MAX_TRIED_AGAIN and not _fills(span, later)
+        ]
         spans.append(span)
         begun = [operation for each in spans for operation in self._begin_backup(each)]
-        dropped = max(0, len(self.later) - _MOST_LATER)
-        self.ledger.counts["backups_dropped"] += dropped
+        dropped = max(0, len(self.later) - _MAX_LATER)
+        self.transfers.counts["backups_dropped"] += dropped
         del self.later[:dropped]
         return begun
 
@@ -257,7 +267,7 @@ class StoreFetches:
         if tree.closed:
             # Only what host has from the root on, without a gap, can be held there: a node above that is on the device
             # alone may have to go, and takes with it what is below.
-            whole = self._whole_on_host(node)
+            whole = tree.closed_pages.whole(node, HOST)
             if whole < last and self._any_on_host(node, max(first, whole), last):
                 self.later.append(_Later(whole, Span(max(first, whole), last, node)))
             last = min(last, whole)
@@ -274,28 +284,21 @@ class StoreFetches:
         first = min([spans[0][0] for spans in where.values()])
         last = max([spans[-1][1] for spans in where.values()])
         held = {(HOST, g): joined(pieces) for g, pieces in found.items()}
-        op = self.ledger.number()
+        op = self.transfers.number()
         spans = {(HOST, g): where[g] for g in tree.sliding if g in where}
         self.backups[op] = hold(tree, anchor, (HOST,), (first, last), held, spans)
-        self.ledger.counts["backups"] += 1
+        self.transfers.counts["backups"] += 1
         pages = {tree.groups[g].name: as_ids(spread(where[g], ids, first, last)) for (_, g), ids in held.items()}
-        return [StoreOperation(op, node.root.namespace, first, self._hashes_on(anchor, first, last), pages)]
+        hashes = divided(hash_path(tree, anchor, first, last))
+        return [StoreOperation(op, node.root.namespace, first, hashes, pages)]
 
     def backup_done(self, op: int, ok: bool) -> Span | None:
         holder = self.backups.pop(op, None)
         if holder is None:
             raise ValueError(f"no backup with number {op!r} is under way")
-        self.ledger.counts["backups_failed"] += not ok
+        self.transfers.counts["backups_failed"] += not ok
         holder.let_go(self.tree)
         return None if ok or holder.detached else Span(*holder.columns, holder.node)
-
-    def _whole_on_host(self, node: Node) -> int:
-        """To which depth of the path to `node` host has every page of closed groups."""
-        for at in self.tree.path_to(node).nodes:
-            count = at.copies[HOST].count
-            if count < at.n:
-                return at.start + count
-        return node.end
 
     def _any_on_host(self, node: Node, first: int, last: int) -> bool:
         return any(at.copies[HOST].count > low for at, low, _ in self.tree.cover(node, first, last))
@@ -314,17 +317,11 @@ class StoreFetches:
                     inside = sorted([depth for depth in pages if begin < depth <= end])
                     pieces += [(depth - 1, pages[depth].to_bytes(4, "little")) for depth in inside]
                     continue
-                ids = as_ids(pages[4 * low : 4 * high])
+                ids = as_ids(part(pages, low, high))
                 begin = at.start + low
                 for a, b in runs_of(ids):
                     pieces.append((begin + a, ids[a:b].tobytes()))
         return {g: pieces for g, pieces in found.items() if pieces}
-
-    def _hashes_on(self, node: Node, first: int, last: int) -> list[bytes]:
-        hash_path(self.tree, node, first, last)
-        parts = reversed(self.tree.cover(node, first, last))
-        digests = b"".join([bytes(at.hashes or b"")[32 * low : 32 * high] for at, low, high in parts])
-        return [digests[at : at + 32] for at in range(0, len(digests), 32)]
 
 
 def _fills(span: Span, later: _Later) -> bool:
@@ -343,7 +340,7 @@ def _node_at(node: Node, page: int) -> Node:
 
 
 class _Imagined(Path):
-    """A path on which everything before `start` is at hand, and beyond it what a store is said to have."""
+    """A path on which everything before `start` is at hand, and beyond it what a store may have."""
 
     __slots__ = ("start", "there")
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .announce import tell_stored
+from .events import announce_stored
 from .eviction import EvictionOrder
 from .group import HOST
 from .lease import Lease, PinHolder, read_held
 from .namespace import Namespace
 from .node import Node
-from .page_ids import Ids, Ranges, as_ids, pages_in, picked, runs_of
+from .page_ids import Ids, Ranges, as_ids, pages_in, part, picked, runs_of
 from .pool import FLIGHT
 from .tree import Tree
 
@@ -136,24 +136,24 @@ class PendingTransfers:
                 announced = kept
         for node, _, _ in tree.cover(transfer.node, transfer.first, transfer.last):
             copy = node.copies[tier]
-            copy.used = EvictionOrder.rank(tree.now, copy.used)
+            copy.used = EvictionOrder.rank(tree.clock.now, copy.used)
         self.counts[f"pages_{what}"] += landed
         transfer.root.tally[f"{what}_pages"] += landed
         self._announce(transfer.node, tier, announced)
         return landed
 
     def _announce(self, node: Node, tier: int, ranges: Ranges) -> None:
-        """Tell of ranges that came, those nearest the root first, neighbours in one breath."""
+        """Announce ranges that came, those nearest the root first, neighbours in one event."""
         if not self.tree.announcing or not ranges:
             return
         ranges.sort()
         first, last = ranges[0]
         for low, high in ranges[1:]:
             if low != last:
-                tell_stored(self.tree, node, tier, first, last)
+                announce_stored(self.tree, node, tier, first, last)
                 first = low
             last = high
-        tell_stored(self.tree, node, tier, first, last)
+        announce_stored(self.tree, node, tier, first, last)
 
 
 def host_runs(tree: Tree, node: Node, g: int, spans: Ranges) -> Ranges:
@@ -163,5 +163,5 @@ def host_runs(tree: Tree, node: Node, g: int, spans: Ranges) -> Ranges:
         for low, high in spans
         for at, first, last in tree.cover(node, low, high)
         if (pages := at.copies[HOST].pages[g])
-        for a, b in runs_of(as_ids(pages[4 * first : 4 * last]))
+        for a, b in runs_of(as_ids(part(pages, first, last)))
     ]

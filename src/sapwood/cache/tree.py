@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from .closed import ClosedPages
 from .events import KVEvent
-from .eviction import EvictionOrder
+from .eviction import EvictionOrder, UseClock
 from .families import Family, family_class
 from .ghosts import Ghosts
 from .group import DEVICE, CacheGroup
+from .hashes import DIGEST_BYTES
 from .namespace import Namespace
-from .node import Copy, Node, Root
+from .node import Copy, Node
 from .page_ids import Ids, Ranges
 from .path import Path, agree
+from .roots import Root
 from .sliding import SlidingPages
 from .snapshots import Snapshots
 from .tier import Tier
@@ -25,10 +27,11 @@ from .tier import Tier
 if TYPE_CHECKING:
     from .transfer import Transfer
 
+_NO_PAGE = 1 << 60
 Cover = list[tuple[Node, int, int]]  # nodes of a path, deepest first, and which of their own pages are meant
 
 
-class Shape(Protocol):
+class GroupShape(Protocol):
     """How a kind of memory stands in the tree. Groups of one shape that come and go together share an object."""
 
     def split(self, upper: Node, lower: Node, tier: int) -> None:
@@ -55,6 +58,7 @@ class Tree:
         self.page_size = page_size
         self.page_bytes = 4 * page_size
         self.groups = groups
+        self.names = [group.name for group in groups]
         self.families: list[Family] = [family_class(g.family)(g, i, page_size) for i, g in enumerate(groups)]
         fams = self.families
         self.closed = [i for i, f in enumerate(fams) if f.closed]
@@ -65,7 +69,7 @@ class Tree:
         self.closed_pages = ClosedPages(self)
         self.sliding_pages = {g: SlidingPages(self, g) for g in self.sliding}
         self.snapshots = Snapshots(self)
-        self.shape_of: list[Shape] = [
+        self.shape_of: list[GroupShape] = [
             self.closed_pages if f.closed else self.snapshots if f.shape == "slot" else self.sliding_pages[i]
             for i, f in enumerate(fams)
         ]
@@ -80,14 +84,14 @@ class Tree:
         self.announcing = announcing
         self.events: list[KVEvent] = []
         self.roots: dict[Namespace, Root] = {}
-        self.detached_roots: dict[Root, None] = {}  # evicted namespaces that somebody still holds pages of
+        self.detached_roots: dict[Root, None] = {}  # evicted namespaces of which pages are still held
         self.ghosts = Ghosts(ghost_bytes)
-        self.now = 0
+        self.clock = UseClock()
         self.seq = 0
         self.version = 0  # changes whenever a path found earlier may no longer stand
         self.nodes = 0
         self.promises = 0  # made by steps in flight
-        self.uncounted: dict[Any, None] = {}  # who reads windows and is not counted yet, see readers.py
+        self.uncounted: dict[Any, None] = {}  # readers of windows that are not counted yet, see readers.py
 
     # ---- roots
 
@@ -110,7 +114,7 @@ class Tree:
 
     def _node(self, root: Root, parent: Node | None, edge: bytes | bytearray, start: int, n: int) -> Node:
         self.seq += 1
-        copies = tuple([Copy(self._no_pages.copy(), self.now, self._no_reads.copy()) for _ in self.tiers])
+        copies = tuple([Copy(self._no_pages.copy(), self.clock.now, self._no_reads.copy()) for _ in self.tiers])
         return Node(root, parent, edge, start, n, self.seq, copies)
 
     # ---- walking
@@ -157,7 +161,7 @@ class Tree:
 
     def split(self, node: Node, k: int) -> Node:
         """Cut `node` after its first k pages. The new upper half is returned; the lower half stays `node`,
-        so whoever is anchored at its end still is. Emits nothing, and keeps every hash."""
+        so leases that are anchored at its end still are. Emits nothing, and keeps every hash."""
         assert 0 < k < node.n and node.parent is not None
         cut, parent = k * self.page_bytes, node.parent
         edge = node.edge
@@ -181,7 +185,7 @@ class Tree:
         if node.prompt_end <= node.start:
             upper.prompt_end, node.prompt_end = node.prompt_end, 0
         if node.hashes is not None:
-            upper.hashes, node.hashes = node.hashes[: 32 * k], node.hashes[32 * k :]
+            upper.hashes, node.hashes = node.hashes[: DIGEST_BYTES * k], node.hashes[DIGEST_BYTES * k :]
         for tier, (top, low) in enumerate(zip(upper.copies, node.copies, strict=True)):
             top.used, top.holds = low.used, 1 if low.holds else 0
             for shape in self.shapes:
@@ -217,7 +221,8 @@ class Tree:
     def node_at(node: Node, depth: int) -> Node:
         """The ancestor (or `node` itself) that has the page which ends at `depth` of the path to `node`."""
         while node.start >= depth:
-            node = node.parent  # type: ignore[assignment]
+            assert node.parent is not None
+            node = node.parent
         return node
 
     def cover(self, node: Node, low: int, high: int) -> Cover:
@@ -236,7 +241,8 @@ class Tree:
                 parts.append((node, low - start if low > start else 0, n if n < node.n else node.n))
             if start <= low:
                 return parts
-            node = node.parent  # type: ignore[assignment]
+            assert node.parent is not None
+            node = node.parent
             start = node.start
 
     @staticmethod
@@ -245,8 +251,21 @@ class Tree:
         while one is not other:
             if one.end < other.end:
                 one, other = other, one
-            one = one.parent  # type: ignore[assignment]
+            assert one.parent is not None
+            one = one.parent
         return one.end
+
+    def first_promised(self, node: Node) -> int:
+        """The first page on the path to `node` that closed groups have only promised, by a step in flight: whatever
+        stands behind it goes with it if the step fails. Beyond any page if there is none."""
+        first = _NO_PAGE
+        at: Node | None = node if self.promises else None
+        while at is not None:
+            for promise in at.promised or ():
+                if promise.first < promise.last and promise.first < first:
+                    first = promise.first
+            at = at.parent
+        return first
 
     # ---- pins
 
@@ -264,8 +283,8 @@ class Tree:
         self.tiers[tier].leaves.evictable -= taken
 
     def unpin(self, node: Node, tier: int) -> None:
-        """Let go of the path to `node`. What nobody holds any more was used just now."""
-        now, freed = self.now, 0
+        """Let go of the path to `node`. What nothing holds any more was used just now."""
+        now, freed = self.clock.now, 0
         at: Node | None = node
         while at is not None:
             copy = at.copies[tier]
@@ -288,7 +307,7 @@ class Tree:
     # ---- pruning
 
     def sweep(self, node: Node) -> None:
-        """Prune `node`, and then each ancestor, that nobody holds and that has nothing left."""
+        """Prune `node`, and then each ancestor, that nothing holds and that has nothing left."""
         at: Node | None = node
         while at is not None and at.parent is not None and self._bare(at):
             above = at.parent
@@ -316,7 +335,7 @@ class Tree:
         return True
 
     def prune(self, node: Node) -> None:
-        """Take a node without children out of the tree, with whatever it still has."""
+        """Take a node without children out of the tree, with all that it still has."""
         parent = node.parent
         assert parent is not None and not node.children
         if any([any(copy.pages) for copy in node.copies]):  # noqa: C419  (a list: it is asked of every leaf that goes)
@@ -367,7 +386,7 @@ class Tree:
         node.n = keep
         node.crc = None
         if node.hashes is not None:
-            del node.hashes[32 * keep :]
+            del node.hashes[DIGEST_BYTES * keep :]
         self.version += 1
 
     def _free_from(self, node: Node, keep: int) -> None:

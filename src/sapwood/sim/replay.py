@@ -9,6 +9,7 @@ import numpy as np
 
 from sapwood.cache import AllBlocksCleared, BlockRemoved, BlockStored, HybridPrefixCache, KVEvent, Namespace
 from sapwood.cache.families import family_class
+from sapwood.store.keys import HASH_BYTES
 
 Block = tuple[Namespace, bytes]  # equal tokens in two namespaces are two blocks
 
@@ -42,11 +43,11 @@ class Replay:
     def _stored(self, event: BlockStored) -> None:
         size = 4 * event.block_size
         assert event.block_size == self.cache.page_size, event
-        assert len(event.tokens) // size == len(event.digests) // 32 > 0, event
+        assert len(event.tokens) // size == len(event.digests) // HASH_BYTES > 0, event
         before = event.parent_digest
-        for at in range(len(event.digests) // 32):
+        for at in range(len(event.digests) // HASH_BYTES):
             page = event.tokens[at * size : (at + 1) * size]
-            digest = event.digests[32 * at : 32 * at + 32]
+            digest = event.digests[HASH_BYTES * at : HASH_BYTES * (at + 1)]
             parent = event.namespace.digest() if before is None else before
             assert hashlib.sha256(parent + page).digest() == digest, f"page {at} has a wrong hash: {event}"
             block, above = (event.namespace, digest), None if before is None else (event.namespace, before)
@@ -60,8 +61,8 @@ class Replay:
             before = digest
 
     def _removed(self, event: BlockRemoved) -> None:
-        for at in range(0, len(event.digests), 32):
-            block = (event.namespace, event.digests[at : at + 32])
+        for at in range(0, len(event.digests), HASH_BYTES):
+            block = (event.namespace, event.digests[at : at + HASH_BYTES])
             assert block in self.held, f"removed, and was not there: {event}"
             above = self.held.pop(block)
             if self.closed and self.medium == "GPU":

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from .breaker import Breaker, Missing
 from .interpreter_yield import InterpreterYield
-from .keys import Fingerprint
+from .keys import HASH_BYTES, Fingerprint
 from .protocol import FAILED, MISSING, Backend, JobDone, Kind, Released
 from .store import Store, log
 from .values import REASONS, Arena, Item
@@ -65,9 +65,10 @@ class _Job:
 
     def items(self, low: int, high: int) -> list[Item]:
         hashes, arenas = self.hashes, self.arenas
+        begins = [HASH_BYTES * row for row in self.rows[low:high]]
         return [
-            Item(arenas[self.columns[k]], self.numbers[k], hashes[32 * self.rows[k] : 32 * self.rows[k] + 32])
-            for k in range(low, high)
+            Item(arenas[self.columns[k]], self.numbers[k], hashes[at : at + HASH_BYTES])
+            for k, at in zip(range(low, high), begins, strict=True)
         ]
 
     def mark(self, k: int) -> None:

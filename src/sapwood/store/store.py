@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from .breaker import Breaker
 from .interpreter_yield import InterpreterYield
-from .keys import Fingerprint
+from .keys import HASH_BYTES, Fingerprint
 from .protocol import JobDone, Kind, Released, StoreError
 from .values import Arena, digests
 
@@ -143,7 +143,7 @@ class Store(ABC):
                 self._asked["refused"] += 1
                 return None
         run = digests(hashes)
-        n = len(run) // 32
+        n = len(run) // HASH_BYTES
         arenas = []
         table = np.zeros((n, len(pages)), np.int64)
         for i, (group, ids) in enumerate(pages.items()):

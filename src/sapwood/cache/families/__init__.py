@@ -1,9 +1,7 @@
-"""The rules of reuse, by name: `full`, `window`, `state`, and whatever `register_family` adds."""
+"""The rules of reuse, by name: `full`, `window`, `state`, and those that `register_family` adds."""
 
 from .base import Family, family_class, register_family
-from .full import Full
-from .state import State
-from .window import Window
+from .builtin import Full, State, Window
 
 register_family("full", Full)
 register_family("window", Window)

@@ -3,7 +3,7 @@
 Memory is divided by what a resident context needs, one that a later request can go on with:
 
     full        a page for page_size tokens
-    window      the windows at its end and at the end of its last prompt, and a little before that (cache/begins.py)
+    window      the windows at its end and at the end of its last prompt, and a little before that (cache/sliding.py)
     state       four slots: one that works, and snapshots at its prompt's end, behind its answer and where others
                 branch off. docs/design.md has what was measured with fewer and more
 

@@ -1,17 +1,40 @@
-"""Sliding window: a query sees W keys, itself included; older pages may be holes."""
+"""The families that come with the cache: `full`, `window` and `state`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .base import Family, Span
+from .base import Family, PathView, Span
 
 if TYPE_CHECKING:
     from ..group import CacheGroup
 
 
+class _WithoutWindow(Family):
+    @classmethod
+    def validate(cls, group: CacheGroup) -> None:
+        if group.window is not None:
+            name, family = group.name, group.family
+            raise ValueError(f"window of group {name!r} must be None for family {family!r}, got {group.window}")
+
+
+class Full(_WithoutWindow):
+    """Full attention: a row reads every token before it, so a page is worth nothing without all pages to the root."""
+
+    closed = True
+    plain = True
+
+    def reads(self, start: int) -> tuple[Span, ...]:
+        return ((0, start),)
+
+    def deepest(self, path: PathView, limit: int, length: int) -> int:
+        return path.deepest_closed(limit)
+
+
 class Window(Family):
+    """Sliding window: a query sees W keys, itself included; older pages may be holes."""
+
     def __init__(self, group: CacheGroup, index: int, page_size: int) -> None:
         super().__init__(group, index, page_size)
         assert group.window is not None
@@ -48,3 +71,18 @@ class Window(Family):
     def protected_tail_pages(self) -> int:
         # A whole prompt begins at its last token, one before the boundary: its window reaches one token further back.
         return -(-self.window // self.page_size) + (1 if self.window % self.page_size else 0)
+
+
+class State(_WithoutWindow):
+    """Recurrent state: one snapshot, exactly at the boundary. A scan can be neither read early nor undone."""
+
+    shape = "slot"
+    reads_promised = False
+    undoable = False
+
+    def reads(self, start: int) -> tuple[Span, ...]:
+        return ()
+
+    def deepest(self, path: PathView, limit: int, length: int) -> int:
+        # A state cannot start behind its snapshot, and at least one token must be left to compute.
+        return path.deepest_slot(self.index, min(limit, (length - 1) // self.page_size))

@@ -1,14 +1,53 @@
-"""The tree as an administrator looks at it: its nodes, the most recently used first. Touches nothing."""
+"""What the tree holds now: as events, for a router that comes late or has missed some; and as nodes, for an
+administrator. The tree stays as it is."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from .events import KVEvent, announce_stored, announced
 from .group import DEVICE, HOST
 from .node import Node
+from .roots import Root
 from .tree import Tree
 
-_SHOWN = 16  # tokens of a node
+if TYPE_CHECKING:
+    from .facade import HybridPrefixCache
+
+_SHOWN_TOKENS = 16  # of a node
+
+
+def held_events(cache: HybridPrefixCache) -> list[KVEvent]:
+    """A `BlockStored` for everything that is announced and was not removed since: tier by tier, each path from its root
+    down. After an `AllBlocksCleared` they are worth as much as all events up to now, drained or not. Changes
+    nothing but hashes that were not computed yet."""
+    tree = cache._tree
+    undrained, tree.events = tree.events, []
+    try:
+        for tier in range(len(tree.tiers)):
+            for root in tree.roots.values():
+                _announce(tree, root, tier)
+        return tree.events
+    finally:
+        tree.events = undrained
+
+
+def _announce(tree: Tree, root: Root, tier: int) -> None:
+    stack: list[Node] = list(root.top.children.values())
+    while stack:
+        node = stack.pop()
+        stack.extend(node.children.values())
+        columns = announced(tree, node, tier)
+        if not len(columns):
+            continue
+        first, last = int(columns[0]), int(columns[-1]) + 1
+        if last - first == len(columns):
+            announce_stored(tree, node, tier, node.start + first, node.start + last)
+        else:  # a window has holes, and snapshots stand apart
+            for run in np.split(columns, np.flatnonzero(np.diff(columns) != 1) + 1):
+                announce_stored(tree, node, tier, node.start + int(run[0]), node.start + int(run[-1]) + 1)
 
 
 def outline(tree: Tree, most: int) -> dict[str, Any]:
@@ -48,7 +87,7 @@ def _shown(tree: Tree, node: Node, parent: int) -> dict[str, Any]:
         "parent": parent,
         "start": node.start * tree.page_size,
         "tokens": node.n * tree.page_size,
-        "first_tokens": memoryview(bytes(node.edge[: 4 * _SHOWN])).cast("i").tolist(),
+        "first_tokens": memoryview(bytes(node.edge[: 4 * _SHOWN_TOKENS])).cast("i").tolist(),
         "device_pages": node.copies[DEVICE].count,
         "host_pages": node.copies[HOST].count if tree.has_host else 0,
         "pinned": node.copies[DEVICE].holds > 0,

@@ -19,7 +19,7 @@ def uncounted(engine: Engine) -> int:
 def test_f10_who_reads_quietly_is_counted_before_anything_goes(groups):
     """While there is room nobody counts who reads; when there is none, what running requests read stays.
 
-    Mutation: `Room.available` or `Room.make` does not call `count_all`.
+    Mutation: `Tier.available` or `Tier.make` does not call `count_all`.
     """
     engine = Engine(4, *groups)
     one = engine.submit("one", toks(1, 12), max_tokens=30)
@@ -39,7 +39,7 @@ def test_f10_who_reads_quietly_is_counted_before_anything_goes(groups):
 def test_f10_what_a_newcomer_is_going_to_read_does_not_go_for_it():
     """A request begins in the middle of a path, where pages stand that go first when room is needed: its own stay.
 
-    Mutation: `Room.make` does not call `count_all`.
+    Mutation: `Tier.make` does not call `count_all`.
     """
     engine = Engine(4, full(40), window(8, 10))
     tokens = toks(1, 33)
@@ -72,7 +72,7 @@ def test_f10_what_others_read_quietly_is_not_counted_twice():
 
 
 def test_f10_asking_for_a_snapshot_slot_counts_no_window():
-    """Mutation: `Room.available` or `Room.make` counts whatever the group."""
+    """Mutation: `Tier.available` or `Tier.make` counts whatever the group."""
     engine = Engine(4, full(40), window(8, 20), state(3))
     engine.run("first", toks(1, 9))
     engine.submit("one", toks(2, 9), max_tokens=12)
