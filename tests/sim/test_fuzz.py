@@ -246,7 +246,7 @@ def two_in_a_row(seed: int = 1) -> Fuzz:
     """Two plans are in flight: in the second "two" begins at 32, on what "one" computes in the first. "late" waits."""
     attack = Fuzz(seed, "full")
     config = replace(attack.config, max_batch_tokens=64, max_batch_size=2, mixed_tokens=0, prefix_caching=True)
-    attack.config = replace(config, events=False, mixed=True, groups=(CacheGroup("full", "full", 40),))
+    attack.config = replace(config, events=False, groups=(CacheGroup("full", "full", 40),))
     attack.scheduler = Scheduler(attack.config)
     attack.cache = attack.scheduler.cache
     attack.executor = ContentExecutor(attack.scheduler)

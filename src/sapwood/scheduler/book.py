@@ -11,12 +11,9 @@ from .decode import UNKNOWN, DecodeRows
 from .events import Ended, Reason
 from .plan import Chunk
 from .prefetch import Prefetch
-from .queue import Queue
-from .request import DECODING, FETCHING, LOADING, PREFILLING, WAITING, Request
+from .request import DECODING, FETCHING, LOADING, PREFILLING, WAITING, Queue, Request
 from .tables import Tables
 from .transfers import Transfers
-
-_new = tuple.__new__  # a NamedTuple in a third of the time
 
 
 class PlanInFlight:
@@ -97,6 +94,12 @@ class Book:
 
     # ---- in
 
+    def match(self, request: Request) -> Match:
+        """What the cache could serve of what is known of a request."""
+        if request.reads:
+            return self.cache.match_prefix(request.binding, request.tokens, host=request.host)
+        return self.cache.match_nothing(request.binding, request.tokens)
+
     def admit(self, request: Request, match: Match, upto: int, keep: Reserve) -> bool:
         """Give a waiting request a lease and a slot, if there is room."""
         admitted = self.cache.admit(match, upto, writes=request.writes, keep=keep)
@@ -106,18 +109,18 @@ class Book:
         self.waiting.remove(request)
         request.lease = lease
         request.slot = self.tables.take_slot(request.id)
-        request.tried = None
+        request.refusal = None
         self.owners[lease] = request
         if self.prefetch.claims.of:
             self.prefetch.claims.drop(request)
         if lease.waits:
-            request.happens("admission to load")
+            request.change_phase("admission to load")
             near = match.path.device_closed(match.boundary) * self.cache.page_size
             request.loaded = max(0, lease.start - near)
             self.transfers.load(operation)
             self.loading.add(request)
         else:
-            request.happens("admission")
+            request.change_phase("admission")
             request.begins_at(lease.start)
             self.prefilling.add(request)
         return True
@@ -126,7 +129,7 @@ class Book:
         """A load is over: who waited for it goes on, or, if it failed, waits to come in without host."""
         for lease in landed.ready:
             request = self.owners[lease]
-            request.happens("its load")
+            request.change_phase("its load")
             self.loading.remove(request)
             request.begins_at(lease.start)
             self.prefilling.add(request)
@@ -148,7 +151,7 @@ class Book:
         flight, decoding = self.flights[-1], self.decoding
         if flight.decodes:
             for request in decoding.retire():
-                request.happens("leaving the decodes")
+                request.change_phase("leaving the decodes")
                 request.position += 1
                 request.step = flight.step
                 self.prefilling.add(request)
@@ -172,7 +175,7 @@ class Book:
             self.decoding.drop(request)
         else:
             self.decoding.leave(request)
-        request.happens("leaving the decodes")
+        request.change_phase("leaving the decodes")
         self.prefilling.add(request)
 
     # ---- out
@@ -182,7 +185,7 @@ class Book:
         if request.phase is DECODING:
             self.sit_out(request)
         (self.loading if request.phase is LOADING else self.prefilling).remove(request)
-        request.happens("retraction")
+        request.change_phase("retraction")
         assert request.lease is not None and request.position == request.done
         self.transfers.offer([self.cache.retract(request.lease, b"", request.position, None)])
         self._let_go(request)
@@ -200,7 +203,7 @@ class Book:
         else:
             position, generated = request.done, request.generated
         reading = self.reading(request) if self.flights else None
-        request.happens("its end")
+        request.change_phase("its end")
         if phase is DECODING:
             self.decoding.drop(request)
         elif phase is WAITING:
@@ -227,9 +230,21 @@ class Book:
         self.cache.unbind(request.binding)
         del self.requests[request.id]
         self.counts["ended"] += 1
-        told = request.prompt, request.cached, request.computed, request.recomputed, generated
         loaded = min(request.loaded, request.cached)
-        self.ended.append(_new(Ended, (request.id, reason, *told, detail, loaded, min(request.fetched, loaded))))
+        self.ended.append(
+            Ended(
+                request.id,
+                reason,
+                request.prompt,
+                request.cached,
+                request.computed,
+                request.recomputed,
+                generated,
+                detail,
+                loaded,
+                min(request.fetched, loaded),
+            )
+        )
 
     def vacate(self, request: Request) -> None:
         """Nothing reads its row any more."""

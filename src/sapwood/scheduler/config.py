@@ -21,7 +21,6 @@ class SchedulerConfig:
     mixed_tokens         tokens computed in one step that has decode rows, which wait for all of them. With as many
                          decode rows or more, prompts get a page in each step. 0: max_batch_tokens
     max_loras            different adapters in one batch; 0: no cap
-    mixed                prefills and decodes in one batch, decodes first; else a batch is of one kind, prefills first
     overlap              plans that may be made while another runs: with 1, the next one before the tokens of the last
                          are known
     host_policy          "through": pages are written to host when they are computed; "evict": only a few at a time, of
@@ -47,7 +46,6 @@ class SchedulerConfig:
     max_batch_tokens: int
     max_batch_size: int
     max_loras: int = 0
-    mixed: bool = True
     overlap: int = 0
     host_policy: str = "through"
     store: bool = False
@@ -86,7 +84,7 @@ class SchedulerConfig:
         whole_number("fetch_ticks", self.fetch_ticks, 1, _MOST)
         whole_number("page_ticks", self.page_ticks, 0, _MOST)
         whole_number("max_columns", self.max_columns, 0, 1 << 24)
-        for field in ("mixed", "store", "events", "prefix_caching"):
+        for field in ("store", "events", "prefix_caching"):
             if not isinstance(getattr(self, field), bool):
                 raise ValueError(f"{field} must be True or False, got {getattr(self, field)!r:.60}")
         if self.host_policy not in ("through", "evict"):

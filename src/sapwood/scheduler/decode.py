@@ -28,7 +28,6 @@ from .request import DECODING, Request
 Ints = npt.NDArray[np.int32]
 SLOT, CACHED, _LEAD, _FINAL = range(4)
 LENGTH, STARTS = _LEAD, _FINAL  # what a plan shows in the place of these
-_new = tuple.__new__  # a NamedTuple in a third of the time
 _NO_TOKEN = -2  # no token, and not UNKNOWN either
 UNKNOWN = -1  # a token that a plan in flight samples
 _POSITIONS_AHEAD_STEPS = 16  # steps for which the rows' positions are counted out in one go
@@ -97,18 +96,15 @@ class DecodeRows:
             # Positions are small; a lead is not, after so many steps, and what is in `fixed` of it means nothing.
             self._base: Ints = (self._fields[_LEAD, :n] + self.planned).astype(np.int32)
             fixed[LENGTH] = 1
-            self._shown = _new(
-                Shown,
-                (
-                    self.ids.copy(),
-                    fixed[SLOT],
-                    fixed[CACHED],
-                    fixed[LENGTH],
-                    fixed,
-                    self._true[:n].copy(),
-                    [request.adapter for request in self.requests] if self.adapters else [None] * n,
-                    self._unknown[:n].copy(),
-                ),
+            self._shown = Shown(
+                self.ids.copy(),
+                fixed[SLOT],
+                fixed[CACHED],
+                fixed[LENGTH],
+                fixed,
+                self._true[:n].copy(),
+                [request.adapter for request in self.requests] if self.adapters else [None] * n,
+                self._unknown[:n].copy(),
             )
         return self._shown
 
@@ -165,7 +161,7 @@ class DecodeRows:
             self._make_room()
         size, tick = self.page_size, self.planned
         position = len(request.tokens) // 4
-        request.happens("joining the decodes")
+        request.change_phase("joining the decodes")
         request.row = row
         request.column = -(-position // size)
         request.pages = []

@@ -11,11 +11,11 @@ import numpy.typing as npt
 
 from sapwood.cache import Operation, PageCopy, StoreOperation
 
-from .changes import Changes, Everything, Told
 from .decode import CACHED, LENGTH, SLOT, STARTS, DecodeRows
 from .events import Ended
 from .prefetch import Lookup
 from .request import Request
+from .tables import AllEntries, ChangedEntries, ChangeLog
 
 Ints = npt.NDArray[np.int32]
 
@@ -68,8 +68,8 @@ class Plan:
 
     changes  by group (places, values): the table entries, by slot * columns + column, that differ from what the last
              plan with rows showed (at first all are 0). After a StepFailed, and when tables have grown, all of them
-    seated   (slot, id) of slots with a new owner since then: what an executor keeps by slot begins anew there. Told
-             again if the plan that told it has failed
+    seated   (slot, id) of slots with a new owner since then: what an executor keeps by slot begins anew there. Shown
+             again if the plan that showed it has failed
     """
 
     step: int | None = None
@@ -84,15 +84,15 @@ class Plan:
     ended: list[Ended] = field(default_factory=list)
     wake_in: int | None = None
     seated: list[tuple[int, str]] = field(default_factory=list)
-    _written: Changes | Everything | None = None
-    _told: Told | None = None
+    _log: ChangeLog | AllEntries | None = None
+    _changes: ChangedEntries | None = None
 
     @property
-    def changes(self) -> Told:
+    def changes(self) -> ChangedEntries:
         """Made when it is read for the first time; later plans do not change it."""
-        if self._told is None:
-            self._told = self._written.told() if self._written is not None else {}
-        return self._told
+        if self._changes is None:
+            self._changes = self._log.entries() if self._log is not None else {}
+        return self._changes
 
     @property
     def empty(self) -> bool:
@@ -100,7 +100,7 @@ class Plan:
 
 
 def decode_batch(rows: DecodeRows, groups: list[str]) -> Batch:
-    """All decode rows, and nobody else."""
+    """All decode rows, and no chunks."""
     ids, slots, cached, lengths, _, samples, adapters, _ = rows.shown()
     starts, tokens = rows.starts(), rows.tokens()
     write_from = dict.fromkeys(groups, starts)

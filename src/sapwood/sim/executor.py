@@ -288,7 +288,6 @@ class ContentExecutor:
         upset = self.failures + int(self.scheduler.cache.stats()["retracted"])
         flight = _SimulatedStep(plan, [], [], [], batch_bytes(batch))
         at = 0
-        kinds = set()
         for i, id in enumerate(batch.ids):
             _must(id in self.lives, f"{id!r} was never submitted")
             life = self.lives[id]
@@ -298,7 +297,6 @@ class ContentExecutor:
             at += length
             self._same_tokens(life, start, tokens)
             self._same_slot(life, slots[i])
-            kinds.add(self._kind(life, start, length, upset))
             self._adds_up(life, start, length, int(batch.cached[i]), upset)
             _must(batch.adapters[i] == life.namespace.adapter, f"{id}: the adapter is not that of its namespace")
             row = self._row(plan, i, life, start, length)
@@ -307,8 +305,6 @@ class ContentExecutor:
             for name, table in row.tables.items():
                 columns = self._columns(name, start, start + length)
                 flight.entries.append((name, slots[i], columns, table[columns]))
-        if not config.mixed:
-            _must(len(kinds - {"either"}) <= 1, "prompts and decodes in one batch, and mixed is False")
         for copy in plan.copies:
             self._copy(copy)
         for when in ("before", "after"):
@@ -377,13 +373,6 @@ class ContentExecutor:
             )
         life.slot = slot
         self.slots[slot] = life
-
-    @staticmethod
-    def _kind(life: Life, start: int, length: int, upset: int) -> str:
-        """ "prompt" or "decode", or "either" where a request comes back at its very end."""
-        if length > 1 or start < life.prompt or start + length < len(life.known):
-            return "prompt"
-        return "decode" if start == life.end and life.upset == upset else "either"
 
     def _adds_up(self, life: Life, start: int, length: int, cached: int, upset: int) -> None:
         """What was cached and what was computed make the whole, and nothing is computed twice without need."""
