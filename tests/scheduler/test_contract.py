@@ -235,7 +235,6 @@ def test_one_spec_is_not_a_list():
         ("store", True, "store must be False unless every group has host pages"),
         ("lookup_ticks", 0, "lookup_ticks must be an integer from 1"),
         ("fetch_ticks", 0, "fetch_ticks must be an integer from 1"),
-        ("page_ticks", -1, "page_ticks must be an integer from 0"),
         ("store", 1, "store must be True or False"),
         ("max_batch_tokens", 0, "max_batch_tokens must be an integer from 1"),
         ("max_batch_size", 0, "max_batch_size must be an integer from 1"),

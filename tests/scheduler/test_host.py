@@ -11,7 +11,7 @@ import pytest
 from sapwood.cache import CacheGroup, Namespace
 from sapwood.scheduler import Abort, LoadDone, ProtocolError, RequestSpec, SaveDone, Scheduler, SchedulerConfig
 from sapwood.sim import ContentExecutor
-from sapwood.sim.replay import Replay
+from sapwood.sim.event_replay import Replay
 
 LAYOUTS = {
     "full": [CacheGroup("full", "full", 24, 200)],

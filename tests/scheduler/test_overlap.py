@@ -10,8 +10,8 @@ import pytest
 
 from sapwood.cache import CacheGroup, Namespace
 from sapwood.scheduler import Abort, Ended, Finish, ProtocolError, RequestSpec, StepDone, StepFailed
+from sapwood.sim.event_replay import Replay
 from sapwood.sim.executor import ContentExecutor
-from sapwood.sim.replay import Replay
 
 from .driver import BASE, LAYOUTS, Run, adapter, answer, each_layout, full, groups_of, has_state, rows_of, toks
 from .shop import Shop

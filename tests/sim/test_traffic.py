@@ -18,8 +18,8 @@ from sapwood.cache import (
     token_bytes,
 )
 from sapwood.scheduler import Refused, RequestSpec, Scheduler
+from sapwood.sim.event_replay import Replay
 from sapwood.sim.layouts import LAYOUTS
-from sapwood.sim.replay import Replay
 from sapwood.sim.traffic import Traffic
 
 PAGE, LONGEST = 8, 96

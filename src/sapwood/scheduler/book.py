@@ -39,11 +39,7 @@ class Book:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.cache = HybridPrefixCache(
-            config.page_size,
-            config.groups,
-            events=config.events,
-            enabled=config.prefix_caching,
-            ghost_bytes=config.ghost_bytes,
+            config.page_size, config.groups, events=config.events, enabled=config.prefix_caching
         )
         self.requests: dict[str, Request] = {}
         self.waiting = Queue()

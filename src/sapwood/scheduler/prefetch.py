@@ -204,7 +204,7 @@ class Prefetch:
             self.looking[lookup.op].deadline = self.ticks + self.config.lookup_ticks
         for fetch in self.fetches:
             search = self.fetching[fetch.op]
-            search.deadline = self.ticks + self.config.fetch_ticks + self.config.page_ticks * search.pages
+            search.deadline = self.ticks + self.config.fetch_patience(search.pages)
         taken = self.lookups, self.fetches, self.backups
         self.lookups, self.fetches, self.backups = [], [], []
         return taken

@@ -138,7 +138,7 @@ class ContentExecutor:
         self.double.request(name, spec.namespace, tokens)
         return life
 
-    def execute(self, plan: Any) -> list[StepDone | StepFailed]:
+    def execute(self, plan: Any) -> list[StepDone]:
         """Run a plan at once. Returns its StepDone; nothing for a plan without rows."""
         self.begin(plan)
         return self.done() if self.flights else []
@@ -198,7 +198,7 @@ class ContentExecutor:
         there = {name: self.double.depot.there(name, lookup.hashes) for name in self.double.groups}
         return self.scheduler.cache.servable_run(lookup.start_page, there) if ok else 0
 
-    def done(self) -> list[StepDone | StepFailed]:
+    def done(self) -> list[StepDone]:
         """The oldest plan in flight is done."""
         flight = self._oldest()
         step = flight.plan.step
@@ -224,7 +224,7 @@ class ContentExecutor:
             tokens = np.array([sampled[row.id] for row in flight.rows if row.samples], np.int32)
         return [StepDone(step, tokens)]
 
-    def fail(self, reason: str) -> list[StepDone | StepFailed]:
+    def fail(self, reason: str) -> list[StepFailed]:
         """The oldest plan in flight fails, and all later ones with it: what they wrote is garbage."""
         flight = self._oldest()
         self.double.fail(flight.plan.step)

@@ -39,7 +39,6 @@ class Layout:
                 "prefetch_threshold": rng.choice([1, 1, 1, 2, 4]),
                 "lookup_ticks": rng.choice([10, 100, 1000]),
                 "fetch_ticks": rng.choice([10, 100, 1000]),
-                "page_ticks": rng.choice([0, 1]),
             }
         return SchedulerConfig(
             page_size=page,
