@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from .answers import Heard, ask
-from .client import Client, Failure
+from .client import Client, Failure, Heard, ask
 from .workloads import Session, Turn, as_words
 
 
