@@ -64,7 +64,7 @@ def test_a_bad_trace_says_which_line(tmp_path, bad, says):
 def test_what_cannot_be_replayed_is_said_before_anything_else(tmp_path, capsys):
     """A trace that is not there, a store without host memory before it: one line, and no table.
 
-    Mutation: `_replay` prints its head before it looks at the sizes.
+    Mutation: `main` prints its head before it looks at the sizes.
     """
     trace = str(write(tmp_path / "t.jsonl", CHATS))
     assert main([trace, "--store-pages", "100"]) == 2
@@ -132,7 +132,7 @@ def test_a_store_serves_what_host_has_lost(tmp_path):
 
 
 def test_the_command_prints_a_line_for_each_size(tmp_path, capsys):
-    """Mutation: `_replay` runs the first size only."""
+    """Mutation: `main` runs the first size only."""
     path = write(tmp_path / "t.jsonl", CHATS)
     assert main([str(path), "--device-pages", "512", "4096", "--host-pages", "0", "1024"]) == 0
     out = capsys.readouterr().out.splitlines()

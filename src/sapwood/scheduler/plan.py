@@ -111,19 +111,28 @@ def decode_batch(rows: DecodeRows, groups: list[str]) -> Batch:
 def batch_of(rows: DecodeRows | None, chunks: list[Chunk], groups: list[str]) -> Batch:
     """The decode rows, if they take part, and then the chunks. Small arrays cost what calls cost: so all numbers are
     made in one."""
-    requests, starts, ends, sampling, begins = zip(*chunks, strict=True)
-    numbers = [request.slot for request in requests]
-    numbers += [request.cached for request in requests]
-    numbers += [end - start for start, end in zip(starts, ends, strict=True)]
+    ids: list[str] = []
+    adapters: list[bytes | None] = []
+    numbers, cached, lengths, starts, sampling, pieces = array("i"), array("i"), array("i"), array("i"), [], []
+    for request, start, end, yields, _ in chunks:
+        ids.append(request.id)
+        adapters.append(request.adapter)
+        numbers.append(request.slot)
+        cached.append(request.cached)
+        lengths.append(end - start)
+        starts.append(start)
+        sampling.append(yields)
+        pieces.append(request.tokens[4 * start : 4 * end])
+    numbers += cached
+    numbers += lengths
     numbers += starts
     for name in groups:
-        numbers += [begin[name] for begin in begins]
+        for chunk in chunks:
+            numbers.append(chunk.write_from[name])
     n, generation, mine = 0, 0, len(chunks)
-    ids, adapters = [request.id for request in requests], [request.adapter for request in requests]
     samples = np.array(sampling, np.bool_)
-    raw = b"".join([request.tokens[4 * start : 4 * end] for request, start, end, _, _ in chunks])
-    tokens: Ints = np.frombuffer(raw, np.int32)
-    fields: Ints = np.frombuffer(array("i", numbers), np.int32).reshape(-1, mine)
+    tokens: Ints = np.frombuffer(b"".join(pieces), np.int32)
+    fields: Ints = np.frombuffer(numbers, np.int32).reshape(-1, mine)
     if rows is not None and rows.count:
         n, generation = rows.count, rows.generation
         theirs = rows.shown()
@@ -134,6 +143,18 @@ def batch_of(rows: DecodeRows | None, chunks: list[Chunk], groups: list[str]) ->
         fields = both
         ids, adapters = theirs.ids + ids, theirs.adapters + adapters
         tokens, samples = np.concatenate([rows.tokens(), tokens]), np.concatenate([theirs.samples, samples])
-    slots, cached, lengths, first = fields[SLOT], fields[CACHED], fields[LENGTH], fields[STARTS]
-    write_from = {name: fields[at] for at, name in enumerate(groups, STARTS + 1)}
-    return Batch(ids, slots, first, lengths, tokens, cached, samples, write_from, adapters, n, generation)
+    rows_of = list(fields)
+    write_from = dict(zip(groups, rows_of[STARTS + 1 :], strict=True))
+    return Batch(
+        ids,
+        rows_of[SLOT],
+        rows_of[STARTS],
+        rows_of[LENGTH],
+        tokens,
+        rows_of[CACHED],
+        samples,
+        write_from,
+        adapters,
+        n,
+        generation,
+    )

@@ -46,6 +46,9 @@ class AdapterCap:
         self.closed = True
 
 
+NO_ADAPTER_CAP = AdapterCap(0, ())
+
+
 class PlanBuilder:
     """Made for one plan. `serve` gives a request a row, and admits it first if it waits; `resume` gives a row to a
     request that holds memory already."""

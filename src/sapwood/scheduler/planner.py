@@ -23,7 +23,7 @@ from operator import attrgetter
 from .book import Book, PlanInFlight
 from .config import SchedulerConfig
 from .plan import Plan, batch_of, decode_batch
-from .plan_builder import AdapterCap, PlanBuilder
+from .plan_builder import NO_ADAPTER_CAP, AdapterCap, PlanBuilder
 from .policy import POLICIES
 from .pressure import Pressure
 from .request import ENDED, PREFILLING, WAITING, Request
@@ -83,8 +83,8 @@ class Planner:
         budget = (self.mixed_tokens if decodes else most) - decodes
         if budget <= 0:
             budget = min(self.config.page_size, most - decodes)
-        # Requests that prefill will decode with these adapters.
-        return PlanBuilder(self.book, budget, AdapterCap(self.config.max_loras, self.book.decoding.adapters))
+        cap = self.config.max_loras  # requests that prefill will decode with the adapters that decode now
+        return PlanBuilder(self.book, budget, AdapterCap(cap, self.book.decoding.adapters) if cap else NO_ADAPTER_CAP)
 
     def _issue(self, builder: PlanBuilder, decodes: bool) -> Plan:
         """The plan goes out, with all decode rows or with none."""
