@@ -5,7 +5,7 @@
     decode    n rows of one token, with short contexts and with long ones
     workload  some requests, which the simulator then predicts from the rest: how far it can be trusted
 
-All of it is measured in turn, several times over: whoever disturbs the machine disturbs one round of everything, and
+All of it is measured in turn, several times over: what disturbs the machine disturbs one round of everything, and
 not all rounds of one thing.
 """
 

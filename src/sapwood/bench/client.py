@@ -95,7 +95,7 @@ class Client:
                 answer = await connection.ask(head.encode("latin-1") + body, receive)
             except Failure as failure:
                 if used and failure.kind == "broken" and not connection.answered:
-                    continue  # closed by the server while nobody used it
+                    continue  # closed by the server while it was not used
                 raise
             if connection.open:
                 self._free.append(connection)
@@ -194,7 +194,7 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._now = time.perf_counter()
         if self._done is None or self._done.done():
-            self.abort()  # nobody has asked
+            self.abort()  # no request waits for it
             return
         self.answered = True
         try:

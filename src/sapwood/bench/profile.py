@@ -163,7 +163,7 @@ class ProfiledSteps:
         return noted
 
     def measured(self, kind: str, bar: Any) -> StepProfile:
-        """Steps of a kind; `bar` is told when they have begun, when they are timed and when they are traced."""
+        """Steps of a kind; `bar` moves on when they have begun, when they are timed and when they are traced."""
         bar.set_description(kind)
         feed = self._begun(kind)
         for _ in range(_WARM):

@@ -1,4 +1,4 @@
-"""`sapwood bench serve`: what users of a running server see, whoever's it is, as long as it speaks OpenAI's HTTP."""
+"""`sapwood bench serve`: what users of a running server see, whichever it is, as long as it speaks OpenAI's HTTP."""
 
 from __future__ import annotations
 
@@ -198,5 +198,5 @@ def _notes(run: LoadResult) -> list[str]:
 
 
 def _failures(run: LoadResult) -> str:
-    said = ((kind, count, run.details[kind]) for kind, count in run.failed.most_common())
-    return "; ".join(f"{count} x {kind}" + (f" ({detail})" if detail else "") for kind, count, detail in said)
+    failures = ((kind, count, run.details[kind]) for kind, count in run.failed.most_common())
+    return "; ".join(f"{count} x {kind}" + (f" ({detail})" if detail else "") for kind, count, detail in failures)

@@ -1,4 +1,4 @@
-"""Who is here: every live request, where it stands, and what it holds. The only place where requests change hands."""
+"""All live requests: where each stands, and what it holds. The only place where requests get and lose their memory."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class PlanInFlight:
         self.generation = generation  # of the decode rows
         self.chunks = chunks
         self.doomed = False  # an earlier one has failed: whatever its event says, it counts as failed
-        self.retired: list[Request] = []  # its decode rows that no later plan has: with it they get their last token
-        self.seated: list[tuple[int, str]] = []  # slots whose new owners it told
-        self.left: list[Request] = []  # over, but their rows run: their slots go when the step is done
+        self.retired: list[Request] = []  # decode rows that get their last token with it: no later plan has them
+        self.seated: list[tuple[int, str]] = []  # slots with a new owner that it showed
+        self.left: list[Request] = []  # requests that are over while their rows run: their slots go with the step
 
     def rows(self) -> list[Request]:
         return self.decodes + [chunk.request for chunk in self.chunks]
@@ -51,7 +51,7 @@ class Book:
         self.prefetch = Prefetch(config, self.cache, self.waiting)
         self.step = 0  # of the last plan that has one
         self.flights: list[PlanInFlight] = []  # oldest first
-        self.ended: list[Ended] = []  # not told yet
+        self.ended: list[Ended] = []  # not reported yet
         self.owners: dict[Lease, Request] = {}
         self.counts = {"submitted": 0, "ended": 0, "retractions": 0, "sat_out": 0}
 
@@ -64,7 +64,7 @@ class Book:
         return live
 
     def holders(self) -> Iterator[Request]:
-        """Everybody who holds memory."""
+        """Requests that hold memory."""
         return iter(self.owners.values())
 
     def position(self, request: Request) -> int:
@@ -122,7 +122,7 @@ class Book:
         return True
 
     def landed(self, landed: Landed) -> None:
-        """A load is over: who waited for it goes on, or, if it failed, waits to come in without host."""
+        """A load is over: requests that waited for it go on, or, if it failed, wait to be admitted without host."""
         for lease in landed.ready:
             request = self.owners[lease]
             request.change_phase("its load")
@@ -136,7 +136,7 @@ class Book:
             self.retract(request)
 
     def join(self, request: Request, token: int) -> None:
-        """All that is known of it is computed: from now on it decodes."""
+        """All that is known of a request is computed: from now on it decodes."""
         self.prefilling.remove(request)
         self.decoding.join(request, token)
         request.since = self.step + 1
@@ -159,7 +159,7 @@ class Book:
                     request.ahead = True
 
     def seat_again(self, seated: list[tuple[int, str]]) -> None:
-        """The plan that told of these owners has failed: those who still have their slots are told again."""
+        """The plan that showed these owners has failed: owners that still have their slots are shown again."""
         for slot, id in seated:
             request = self.requests.get(id)
             if request is not None and request.slot == slot:
@@ -177,7 +177,7 @@ class Book:
     # ---- out
 
     def retract(self, request: Request) -> None:
-        """Take everything from a request that will come back with the tokens it has."""
+        """Take all memory from a request, which will come back with the tokens it has."""
         if request.phase is DECODING:
             self.sit_out(request)
         (self.loading if request.phase is LOADING else self.prefilling).remove(request)
@@ -243,7 +243,7 @@ class Book:
         )
 
     def vacate(self, request: Request) -> None:
-        """Nothing reads its row any more."""
+        """No plan reads its row any more."""
         self.tables.give_slot(request.slot)
         request.slot = -1
 

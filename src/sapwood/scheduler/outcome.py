@@ -117,7 +117,7 @@ class Outcome:
                 self._yields(request, token)
 
     def _yields(self, request: Request, token: int) -> None:
-        """A request that is none of the decode rows has one more token, and may be over with it."""
+        """A request that is not in the decode rows has one more token, and may be over with it."""
         request.tokens += token.to_bytes(4, "little")
         if request.generated >= request.min_tokens and token in request.eos:
             self.book.end(request, "stop")
@@ -133,8 +133,8 @@ class Outcome:
                 live.append(request)
                 positions.append(book.position(request))
         leases: list[Any] = [request.lease for request in live]
-        for group, (who, columns) in self.cache.slide_rows(leases, positions).items():
-            book.tables.clear(group, [live[i].slot for i in who], columns)
+        for group, (rows, columns) in self.cache.slide_rows(leases, positions).items():
+            book.tables.clear(group, [live[row].slot for row in rows], columns)
 
     def _tokens(self, flight: PlanInFlight, given: object) -> npt.NDArray[Any]:
         """The tokens of the rows that sample, in row order; ProtocolError if they are not exactly those."""
@@ -180,8 +180,8 @@ class Outcome:
     # ---- failed
 
     def failed(self, event: StepFailed) -> None:
-        """Everybody in the step goes back, and in the plans made on top of it. The rows of the step are tried again in
-        halves, until the culprit is alone; or, if culprits are known, these alone and the others together."""
+        """All rows of the step go back, and those of the plans made on top of it. The rows of the step are tried again
+        in halves, until the culprit is alone; or, if culprits are known, these alone and the others together."""
         book, planner = self.book, self.planner
         flight = self._flight(event)
         culprits = self._culprits(event)

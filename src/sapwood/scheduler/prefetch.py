@@ -33,8 +33,8 @@ _MAX_CLAIMS_PER_PLAN = 8  # claims looked at again before a plan: a walk of the 
 
 
 class Lookup(NamedTuple):
-    """Ask the store: how many of these pages, from the first on, could it serve? (`cache.servable_run` tells what of
-    each group that takes.)"""
+    """Ask the store: how many of these pages, from the first on, could it serve? (`cache.servable_run` knows what
+    that takes of each group.)"""
 
     op: int
     namespace: Namespace

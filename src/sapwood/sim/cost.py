@@ -110,7 +110,7 @@ class MeasuredCost:
 
     def seconds(self, starts: npt.NDArray[Any], lengths: npt.NDArray[Any], shared: float = 0.0) -> float:
         """How long a batch takes whose rows compute [start, start + length). Rows of one token cost more than as many
-        tokens of one row, by as much as was measured, whoever runs beside them. `shared`: of what they read, the share
+        tokens of one row, by as much as was measured, whatever runs beside them. `shared`: of what they read, the share
         that is read again."""
         tokens = int(lengths.sum())
         if not tokens:
@@ -146,7 +146,7 @@ class SimulatedExecutor:
     def __init__(
         self, model: Cost | None = None, seed: int = 0, vocabulary: int = 32_000, page_size: int | None = None
     ) -> None:
-        """`page_size`: that of the plans, where the cost model is to be told which pages rows share."""
+        """`page_size`: that of the plans, where the cost model wants to know which pages rows share."""
         if vocabulary < 1:
             raise ValueError(f"vocabulary must be 1 or more, got {vocabulary}")
         self.model: Cost = CostModel() if model is None else model

@@ -1,7 +1,7 @@
 """The content-checking executor: runs plans on the content double, and holds each against the contract before it does.
 
-It is told every request (`submit`), so it knows what each plan must say. `execute` runs a plan at once; `begin` and
-then `done` or `fail` leave a gap in which a driver can do what happens to engines while a step runs.
+Every request is made known to it (`submit`), so it knows what each plan must show. `execute` runs a plan at once;
+`begin` and then `done` or `fail` leave a gap in which a driver can do what happens to engines while a step runs.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ class Life:
     known: list[int]  # the prompt, and what its steps have sampled
     slot: int | None = None
     end: int = 0  # where its last planned row ended
-    cached: int = 0  # as its last planned row said
+    cached: int = 0  # of its last planned row
     real: int = 0  # where its last row that was done ended
     reached: int = 0  # the furthest of these
-    settled: int = 0  # `cached` as the last row that was done said
+    settled: int = 0  # `cached` of the last row that was done
     flying: int = 0  # its rows in flight
     work: int = 0  # positions computed in steps that were done, each as often as it was
     unsure: int = 0  # samples of steps in flight
     upset: int = 0  # how many steps had failed and requests been retracted when its last row was planned
-    steady: bool = True  # no step has failed and nobody been retracted between its rows
+    steady: bool = True  # no step has failed and no request been retracted between its rows
 
     @property
     def generated(self) -> list[int]:
@@ -97,7 +97,7 @@ class ContentExecutor:
         self.double.attach(scheduler.cache)
         self.random = random.Random(seed)
         self.lives: dict[str, Life] = {}
-        self.slots: dict[int, Life] = {}  # who was last seen in a slot
+        self.slots: dict[int, Life] = {}  # the request last seen in a slot
         self.flights: deque[_SimulatedStep] = deque()
         self.step: int | None = None  # of the last plan
         self.moving: dict[int, str] = {}  # transfers under way
@@ -317,8 +317,8 @@ class ContentExecutor:
         return flight
 
     def _changes(self, plan: Any) -> None:
-        """The changes that a plan tells make of the tables before it what it shows; and every slot has the owner whom
-        plans have seated there."""
+        """The changes of a plan make of the tables before it what it shows; and every slot has the owner that plans
+        have seated there."""
         batch, everything = plan.batch, self.failures > self.failed_when
         self.failed_when = self.failures
         _must(set(plan.changes) == set(plan.tables), f"changes are of groups {sorted(plan.changes)}")

@@ -101,7 +101,7 @@ class Fuzz:
             self.hanging = rng.choice([0.0, 0.0, 0.05, 0.3])  # of what goes to the store
             self.lying = rng.choice([0.0, 0.0, 0.2])
             self.losing = rng.choice([0.0, 0.05, 0.3])
-            self.unloads = rng.choice([0.03, 0.06])  # after it the store has what nobody else has
+            self.unloads = rng.choice([0.03, 0.06])  # after it the store alone has some pages
             self.arriving = max(self.arriving, 0.2)
             self.traffic.repeats()
         self.ahead = rng.choice([0.5, 0.9, 1.0])  # how often a plan is made before the one in flight is done
@@ -225,7 +225,7 @@ class Fuzz:
             self.depot.lose(self.random, self.random.random())
 
     def drain(self) -> None:
-        """No more arrivals and no more faults, but poisonous requests stay what they are. Everybody gets to an end."""
+        """No more arrivals and no more faults, but poisonous requests stay what they are. All requests end."""
         self.load = self.failing = self.trouble = self.unloads = 0.0
         todo = sum(r.life.prompt + r.spec.max_tokens for r in self.live.values())
         most = 200 + 20 * todo + 100 * len(self.live)
@@ -323,13 +323,13 @@ class Fuzz:
             self.ask()
 
     def interruptions(self) -> list[Event]:
-        """Aborts and finishes: of one, of several, of everybody, of those that have ended or never were."""
+        """Aborts and finishes: of one request, of several, of all, of some that have ended or never were."""
         rng = self.random
         events: list[Event] = []
         ids = list(self.live)
         much = len(ids) if rng.random() < 0.03 else rng.choice([1, 1, 2])
         for id in rng.sample(ids, min(much, len(ids))):
-            if self.live[id].life.generated and rng.random() < 0.5:  # only who has yielded a token can be finished
+            if self.live[id].life.generated and rng.random() < 0.5:  # there is a token: it can finish
                 events.append(Finish(id))
                 self.live[id].asked.append("finish")
             else:
@@ -380,7 +380,7 @@ class Fuzz:
         assert self.cache.stats() == before, f"{event} changed something"
 
     def ask(self) -> None:
-        """Questions change nothing, and promise nothing that nobody has computed."""
+        """Questions change nothing, and promise nothing that was not computed."""
         spec = self.random.choice(list(self.live.values())).spec if self.live else None
         self.scheduler.stats()
         if spec is None:
