@@ -55,7 +55,7 @@ test-all: env  ## the same, and attacks by the clock, from seeds that are drawn:
 lint: $(STAMP)  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict $(addprefix src/sapwood/,cache scheduler store engine server bench commands cli.py)
+	$(BIN)/mypy --strict $(addprefix src/sapwood/,cache scheduler store engine server sim bench commands cli.py)
 
 bench: $(STAMP)  ## figures, beside the yardsticks, in one run
 	$(BIN)/python -m benchmarks

@@ -43,16 +43,16 @@ def main() -> None:
     print(f"scaled us: as if it took {LOOP_SECONDS * 1e3:.0f} ms. Thread CPU time, gc off, medians.")
     if not peer.installed():
         print(peer.MISSING)
-    missed = told = 0
+    missed = bars = 0
     print(f"{'what':<58}{'measured':>8} {'':<10}{'bar':>9}")
     for name, figures in SUBJECTS.items():
         if asked.subjects and name not in asked.subjects:
             continue
         for figure in figures(asked.quick):
             print(line(figure), flush=True)
-            told += figure.bar is not None
+            bars += figure.bar is not None
             missed += figure.verdict == "MISS"
-    print(f"{missed} of {told} bars missed; {time.perf_counter() - begin:.0f} s")
+    print(f"{missed} of {bars} bars missed; {time.perf_counter() - begin:.0f} s")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ START = {
 
 
 class Steps:
-    """Wakes everybody who waits, every so many seconds while there is somebody."""
+    """Wakes all waiting tasks, every so many seconds while there are any."""
 
     def __init__(self) -> None:
         self._waiting: list[asyncio.Future[bytes]] = []

@@ -2,7 +2,7 @@
 
 A step is what lies between two batches on the device: advance with the tokens of the one before, make the next plan,
 read it. The tokens and the events that carry them are prepared outside, on both sides: the peer takes an object a row,
-and the ratio with the making of those is told beside.
+and the ratio with the making of those stands beside.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def hybrid(rows: int) -> list[CacheGroup]:
 
 
 class Rows:
-    """Requests that decode. `run` takes them one page further and tells what a step took."""
+    """Requests that decode. `run` takes them one page further and returns what a step took."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -61,7 +61,7 @@ class Rows:
         self.pages.append(taken)
         return fmean(taken)
 
-    def told(self, scale: float) -> str:
+    def spread_of(self, scale: float) -> str:
         """Median, mean, p99 and max of a step, scaled, without the run that does not count."""
         each = sorted(seconds for page in self.pages[1:] for seconds in page)
         figures = (median(each), fmean(each), each[int(0.99 * len(each))], each[-1])
@@ -132,11 +132,11 @@ class Theirs(Rows):
 
 def _beside(mine: Rows, its: Taken, other: Rows | None = None, theirs: Taken | None = None) -> str:
     scale = its.scaled / its.seconds
-    text = f"median/mean/p99/max {mine.told(scale)} scaled us"
+    text = f"median/mean/p99/max {mine.spread_of(scale)} scaled us"
     if isinstance(other, Theirs) and theirs is not None:
         scale = theirs.scaled / theirs.seconds
         made = [fmean(other.making[at : at + PAGE]) for at in range(PAGE, len(other.making), PAGE)]
-        text += f"; C++ {other.told(scale)}; means with its events made: {its.over(theirs.plus(made)):.3g}"
+        text += f"; C++ {other.spread_of(scale)}; means with its events made: {its.over(theirs.plus(made)):.3g}"
     return text
 
 

@@ -87,8 +87,8 @@ def throughput(what: str, length: int, shared: int, bar: float, repeats: int) ->
                 clocked("generate_batch", lambda: model.generate_batch(listed, generation_config=asked))
     taken = {name: median(seconds) for name, seconds in spent.items()}
     tokens = {name: f"{name} {REQUESTS * OUTPUT / seconds:.0f}" for name, seconds in taken.items()}
-    told = f"tokens/s: {', '.join(tokens.values())}"
-    yield Figure(f"{what}: ours / generate_batch", taken["generate_batch"] / taken["ours"], "times", bar, told, ">=")
+    beside = f"tokens/s: {', '.join(tokens.values())}"
+    yield Figure(f"{what}: ours / generate_batch", taken["generate_batch"] / taken["ours"], "times", bar, beside, ">=")
     least = 1.0 if not shared else None
     yield Figure("  ours / generate, one static batch", taken["generate"] / taken["ours"], "times", least, "", ">=")
 

@@ -27,7 +27,7 @@ def request(name: str, tokens: Ints, new: int) -> RequestSpec:
 
 
 def read(plan: Plan) -> None:
-    """Take in hand what a runner must have. (`changes` tells again, in another way, what `tables` show.)"""
+    """Take in hand what a runner must have. (`changes` is another form of what `tables` show.)"""
     batch = plan.batch
     _ = batch.ids, batch.slots, batch.starts, batch.lengths, batch.tokens, batch.cached, batch.samples
     _ = batch.write_from, batch.adapters, plan.tables, plan.copies, plan.ended, plan.seated

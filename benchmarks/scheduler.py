@@ -18,7 +18,7 @@ from .timing import Figure, Taken, alternate, clock
 PAGE = 16
 K = 1024
 SCALED = "scaled us"
-NEW = 7  # a token nobody asks about
+NEW = 7  # a token of no meaning
 
 
 def prompt(tokens: int, seed: int) -> ours.Ints:
@@ -254,7 +254,7 @@ def bursts() -> Iterator[Figure]:
 
 
 class Full:
-    """A scheduler whose pool is full of prompts that rest: whoever comes evicts."""
+    """A scheduler whose pool is full of prompts that rest: every new request evicts."""
 
     LENGTH = K
 

@@ -21,7 +21,7 @@ _TICK = os.sysconf("SC_CLK_TCK")
 
 
 class Process:
-    """Something that runs, and is ready when its output matches `ready`: `line` is what it said then."""
+    """Something that runs, and is ready when its output matches `ready`: `line` is that output."""
 
     def __init__(self, arguments: list[str], ready: str) -> None:
         self.log = tempfile.NamedTemporaryFile(prefix="sapwood-bench-", suffix=".log")  # noqa: SIM115
@@ -31,16 +31,16 @@ class Process:
         )
         self.pid = self.process.pid
         try:
-            self.line = self.said(ready)[0]
+            self.line = self.output(ready)[0]
         except RuntimeError:
             self.__exit__()
             raise
 
     @property
     def port(self) -> int:
-        return int(self.said(r"listening on http://127.0.0.1:(\d+)")[1])
+        return int(self.output(r"listening on http://127.0.0.1:(\d+)")[1])
 
-    def said(self, pattern: str, seconds: float = 120.0) -> re.Match[str]:
+    def output(self, pattern: str, seconds: float = 120.0) -> re.Match[str]:
         """What its output has that matches; waits for it."""
         until = time.monotonic() + seconds
         while True:
@@ -48,7 +48,7 @@ class Process:
             if found := re.search(pattern, text):
                 return found
             if time.monotonic() > until or self.process.poll() is not None:
-                raise RuntimeError(f"{pattern!r} was not said:\n{text[-3000:]}")
+                raise RuntimeError(f"{pattern!r} was not written:\n{text[-3000:]}")
             time.sleep(0.01)
 
     def cpu(self) -> float:

@@ -110,7 +110,7 @@ class Words:
         self._random = np.random.default_rng(15)
 
     def text(self, count: int) -> str:
-        """Nobody has said it before."""
+        """A prompt that no request has sent before."""
         return "".join([self.texts[at] for at in self._random.integers(0, len(self.texts), count)])
 
 
@@ -173,7 +173,7 @@ def window(
 
 
 def pairs(repeats: int, ours: Paced, bare: Bare, run: Callable[[Process], T]) -> list[tuple[T, T]]:
-    """One after the other; who comes first takes turns."""
+    """One after the other; each is first in turn."""
     found = []
     for at in range(repeats):
         theirs = run(bare) if at % 2 else None
@@ -204,12 +204,12 @@ def flat_out(ours: Paced, bare: Bare, repeats: int, seconds: float) -> Iterator[
     rates = pairs(repeats, ours, bare, lambda server: rate(server, seconds))
     mine, theirs = zip(*rates, strict=True)
     speed = median(mine.tokens / theirs.tokens for mine, theirs in rates)
-    told = f"{median(each.tokens for each in mine):.0f} / {median(each.tokens for each in theirs):.0f} a second"
-    yield Figure(f"{STREAMS} streams flat out, tokens a second / bare", speed, "ratio", 0.5, told, ">=")
+    beside = f"{median(each.tokens for each in mine):.0f} / {median(each.tokens for each in theirs):.0f} a second"
+    yield Figure(f"{STREAMS} streams flat out, tokens a second / bare", speed, "ratio", 0.5, beside, ">=")
     yield Figure("  chunks a token", min(each.events for each in mine), "ratio", 0.99, "the least", ">=")
     cpu = median(mine.cpu / theirs.cpu for mine, theirs in rates)
-    told = f"{median(each.cpu for each in mine):.1f} / {median(each.cpu for each in theirs):.1f} us"
-    yield Figure("  CPU of the API process a token / bare", cpu, "ratio", 2.0, told)
+    beside = f"{median(each.cpu for each in mine):.1f} / {median(each.cpu for each in theirs):.1f} us"
+    yield Figure("  CPU of the API process a token / bare", cpu, "ratio", 2.0, beside)
 
 
 # ---- from the engine to the client
@@ -250,9 +250,9 @@ def paced(ours: Paced, bare: Bare, repeats: int, seconds: float) -> Iterator[Fig
         return p99(delays(server, window(server, STREAMS, STEP_MS, seconds)[0])[1])
 
     found = pairs(repeats, ours, bare, run)
-    told = f"p99 {median(mine for mine, _ in found):.2f} / {median(theirs for _, theirs in found):.2f} ms"
+    beside = f"p99 {median(mine for mine, _ in found):.2f} / {median(theirs for _, theirs in found):.2f} ms"
     ratio = median(mine / theirs for mine, theirs in found)
-    yield Figure(f"{STREAMS} streams at {STEP_MS:g} ms steps, engine to client / bare", ratio, "ratio", 2.0, told)
+    yield Figure(f"{STREAMS} streams at {STEP_MS:g} ms steps, engine to client / bare", ratio, "ratio", 2.0, beside)
 
 
 def many(ours: Paced, repeats: int, seconds: float) -> Iterator[Figure]:
@@ -265,15 +265,15 @@ def many(ours: Paced, repeats: int, seconds: float) -> Iterator[Figure]:
         growth.append(p99(late[when > when.max() - third]) / p99(late[when < when.min() + third]))
         chunks = [each.chunks() for each in found.streams]
         events.append(sum(len(each.events) for each in chunks) / sum(len(each.came) for each in chunks))
-    told = f"{median(events):.2f} chunks a token"
-    yield Figure(f"256 streams at {STEP_MS:g} ms steps, p99 engine to client", median(whole), "ms", 100.0, told)
+    beside = f"{median(events):.2f} chunks a token"
+    yield Figure(f"256 streams at {STEP_MS:g} ms steps, p99 engine to client", median(whole), "ms", 100.0, beside)
     yield Figure("  last third / first third", median(growth), "ratio", 1.5)
 
 
 def beside_prompts(
     ours: Paced, words: Words, tokens: int, frequency: float, bar: float, repeats: int, seconds: float
 ) -> Iterator[Figure]:
-    """Prompts nobody has sent before arrive all the time beside streams."""
+    """Prompts that are new arrive all the time beside streams."""
     late, answered = [], []
     for _ in range(repeats):
         count = int(frequency * (seconds + _WARM + 1))
@@ -284,9 +284,9 @@ def beside_prompts(
         if wrong:
             raise RuntimeError(f"a prompt was not answered: {wrong[0].body[:500]!r}")
         answered.append(found.inside(np.array([each.ended or np.inf for each in others])) / found.seconds)
-    told = f"p99 engine to client; {median(answered):.1f} prompts answered a second"
+    beside = f"p99 engine to client; {median(answered):.1f} prompts answered a second"
     what = f"{STREAMS} streams beside prompts of {tokens:,}, {frequency:.0f} a second"
-    yield Figure(what, median(late), "ms", bar, told)
+    yield Figure(what, median(late), "ms", bar, beside)
     if frequency > 100:
         yield Figure("  prompts answered", median(answered), "a second", 100.0, "", ">=")
 
@@ -312,8 +312,8 @@ def disconnects(ours: Paced, repeats: int) -> Iterator[Figure]:
         assert each.closed is not None
         taken.append((dropped.get(each.name, np.inf) - each.closed) * 1e3)
     clients.close()
-    told = f"the longest of {len(taken)}; median {median(taken):.1f} ms; a step takes {STEP_MS:g}"
-    yield Figure("a client leaves: aborted in the engine after", max(taken), "ms", 50.0, told)
+    beside = f"the longest of {len(taken)}; median {median(taken):.1f} ms; a step takes {STEP_MS:g}"
+    yield Figure("a client leaves: aborted in the engine after", max(taken), "ms", 50.0, beside)
 
 
 def engine_killed(folder: Path, words: Words, repeats: int) -> Iterator[Figure]:
@@ -331,8 +331,8 @@ def engine_killed(folder: Path, words: Words, repeats: int) -> Iterator[Figure]:
             ends = [each.ended if b'"error":' in each.body else None for each in clients.streams]
             taken.append(max((each or np.inf) - killed for each in ends) * 1e3)
             clients.close()
-    told = f"the longest of {repeats}, {STREAMS} streams, each with an error; median {median(taken):.0f} ms"
-    yield Figure("the engine is killed: all streams ended after", max(taken), "ms", 200.0, told)
+    beside = f"the longest of {repeats}, {STREAMS} streams, each with an error; median {median(taken):.0f} ms"
+    yield Figure("the engine is killed: all streams ended after", max(taken), "ms", 200.0, beside)
 
 
 # ---- stop strings
@@ -360,8 +360,8 @@ def stop_strings(words: Words, repeats: int) -> Iterator[Figure]:
     stops = ["\n\nUser:", "<|im_end|>", "Observation:", "###"]
     taken = alternate(repeats, with_stops=run(stops), without=run(None))
     with_stops, without = taken["with_stops"], taken["without"]
-    told = f"{with_stops.us:.2f} with, {without.us:.2f} without: token to text"
-    yield Figure("looking for 4 stop strings, a token", with_stops.us - without.us, "scaled us", 1.0, told)
+    beside = f"{with_stops.us:.2f} with, {without.us:.2f} without: token to text"
+    yield Figure("looking for 4 stop strings, a token", with_stops.us - without.us, "scaled us", 1.0, beside)
 
 
 # ---- the first token of a model
@@ -387,7 +387,7 @@ def first_tokens(words: Words, repeats: int) -> Iterator[Figure]:
             ids = words.tokenizer.encode(text, add_special_tokens=False).ids
             alone.process.stdin.write(json.dumps(ids).encode() + b"\n")
             alone.process.stdin.flush()
-            return float(alone.said(rf"(?:took [\d.]+\s+){{{before}}}took ([\d.]+)\n")[1])
+            return float(alone.output(rf"(?:took [\d.]+\s+){{{before}}}took ([\d.]+)\n")[1])
 
         spent: dict[str, list[float]] = {name: [] for name in ("cold", "cached", "cold alone", "cached alone")}
         for at in range(repeats + 1):
@@ -400,8 +400,8 @@ def first_tokens(words: Words, repeats: int) -> Iterator[Figure]:
         scaled = 10 * median(loop_seconds() for _ in range(5)) / LOOP_SECONDS
     for name in ("cold", "cached"):
         mine, theirs = median(spent[name]), median(spent[name + " alone"])
-        told = f"the engine alone {theirs:.1f} ms, x 1.1 + {scaled:.1f}"
-        yield Figure(f"first token of 500 over HTTP, {name}", mine, "ms", 1.1 * theirs + scaled, told)
+        beside = f"the engine alone {theirs:.1f} ms, x 1.1 + {scaled:.1f}"
+        yield Figure(f"first token of 500 over HTTP, {name}", mine, "ms", 1.1 * theirs + scaled, beside)
 
 
 def answered(clients: Clients, request: bytes) -> Stream:

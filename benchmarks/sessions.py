@@ -1,9 +1,9 @@
 """200 chats of 5 turns on the cache alone, as a scheduler drives it; and the same on the peer's whole scheduler.
 
 All chats submit turn 1 at once, each next turn right after the one before has ended. A prompt is a shared system
-prompt, then all that was said, then 200 new tokens; 64 tokens are generated. Timed is what lies between two looks at
-the clock: cache calls and the bare loops around them. What a scheduler does besides (choosing rows, gathering tokens)
-is prepared outside.
+prompt, then the whole conversation, then 200 new tokens; 64 tokens are generated. Timed is what lies between two looks
+at the clock: cache calls and the bare loops around them. What a scheduler does besides (choosing rows, gathering
+tokens) is prepared outside.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def conversations(seed: int = 7) -> list[bytes]:
     """Every chat from its first token to its last, as bytes of int32."""
     rng = np.random.default_rng(seed)
     system = rng.integers(1, 150_000, SYSTEM, np.int32)
-    said = rng.integers(1, 150_000, (SESSIONS, TURNS * (USER + OUTPUT)), np.int32)
-    return [np.concatenate([system, row]).tobytes() for row in said]
+    turns = rng.integers(1, 150_000, (SESSIONS, TURNS * (USER + OUTPUT)), np.int32)
+    return [np.concatenate([system, row]).tobytes() for row in turns]
 
 
 def prompt_length(turn: int) -> int:
@@ -111,7 +111,7 @@ class Driver:
         return Ran(self.spent / REQUESTS, stats["cached_tokens"] / stats["prompt_tokens"], self.step)
 
     def plan(self) -> list[Turn]:
-        """Pages for the rows that cross a page, the next chunk of those that prefill, and whoever can come in."""
+        """Pages for rows that cross a page, the next chunk of those that prefill, and requests that can be admitted."""
         cache, step = self.cache, self.step
         growing = [turn.lease for turn in self.decoding if not turn.position % PAGE]
         rolling = []
@@ -237,7 +237,7 @@ class Driver:
 
 def run_peer(chats: Sequence[bytes], pages: int = ROOMY) -> Ran:
     """The same chats on the peer: CPU time inside submit, plan, reading the plan, and advance. What it
-    takes to make its events, an object a row, is told apart."""
+    takes to make its events, an object a row, is a figure of its own."""
     scheduler = peer.scheduler(PAGE, pages, BATCH, CHUNK)
     tokens = [np.frombuffer(chat, np.int32).tolist() for chat in chats]
     lengths: dict[str, int] = {}

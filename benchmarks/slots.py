@@ -28,7 +28,7 @@ def hit_rate(kind: str, pages: int, slots: int) -> float:
     system, user, turns, chats, batch = KINDS[kind]
     rng = np.random.default_rng(7)
     head = rng.integers(1, 150_000, system, np.int32)
-    said = [np.concatenate([head, rng.integers(1, 150_000, turns * (user + ANSWER), np.int32)]) for _ in range(chats)]
+    talks = [np.concatenate([head, rng.integers(1, 150_000, turns * (user + ANSWER), np.int32)]) for _ in range(chats)]
     groups = [CacheGroup("full", "full", pages), CacheGroup("state", "state", slots)]
     scheduler = ours.scheduler(PAGE, groups, batch, 8192)
     coming, at = [(chat, 0) for chat in range(chats)], {}
@@ -37,7 +37,7 @@ def hit_rate(kind: str, pages: int, slots: int) -> float:
         specs = []
         for chat, turn in coming:
             at[f"{chat}.{turn}"] = chat, turn
-            prompt = said[chat][: system + (turn + 1) * user + turn * ANSWER]
+            prompt = talks[chat][: system + (turn + 1) * user + turn * ANSWER]
             specs.append(ours.request(f"{chat}.{turn}", prompt, ANSWER))
         coming = []
         if specs:
@@ -45,7 +45,7 @@ def hit_rate(kind: str, pages: int, slots: int) -> float:
         plan = scheduler.next_plan()
         batch_ends = (plan.batch.starts + plan.batch.lengths).tolist()
         rows = zip(plan.batch.ids, batch_ends, plan.batch.samples.tolist(), strict=True)
-        tokens = np.array([said[at[id][0]][end] for id, end, samples in rows if samples], np.int32)
+        tokens = np.array([talks[at[id][0]][end] for id, end, samples in rows if samples], np.int32)
         assert plan.step is not None
         for end in scheduler.advance([ours.StepDone(plan.step, tokens)]):
             chat, turn = at.pop(end.id)

@@ -121,9 +121,9 @@ def race(folder: Path, name: str, page_bytes: int, quick: bool) -> Iterator[Figu
 
     def note(what: str, ours: Callable[[], object], plain: Callable[[], object], between: Callable[[], object]) -> None:
         order = [("ours", ours), ("plain", plain)]
-        for who, run in order if rival.round % 2 else reversed(order):
+        for name, run in order if rival.round % 2 else reversed(order):
             between()
-            taken.setdefault(f"{what} {who}", []).append(seconds(run))
+            taken.setdefault(f"{what} {name}", []).append(seconds(run))
 
     may = cold()
     gc.disable()

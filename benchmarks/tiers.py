@@ -10,11 +10,11 @@ A start or poll of transfers takes longer by the wall clock than its own CPU bec
                    other threads of this one had meanwhile: never too little, and too much where there are several
                    processors. If it stayed on a processor on which none of the store's threads may run, those of this
                    process alone count
-                   but another process has its processor: that is not the store's, and is told beside
-    it runs        on a processor that the host of a virtual machine has given to others: told beside too
+                   but another process has its processor: that is not the store's, and stands beside
+    it runs        on a processor that the host of a virtual machine has given to others: beside too
 
-The kernel tells how often a thread slept, and how long it was ready and did not run (schedstat, without which it counts
-as asleep).
+The kernel counts how often a thread slept, and how long it was ready and did not run (schedstat, without which it
+counts as asleep).
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Engine:
             self.submit()
             begin = clock()
             step = self.loop.step()
-            if step.plan.batch.ids:  # else it only looked at the time: while everybody waits for the store, say
+            if step.plan.batch.ids:  # else it only looked at the time: while all requests wait for the store, say
                 taken += clock() - begin
             tokens += int(step.plan.batch.samples.sum())
             over += len(step.ended)

@@ -39,7 +39,7 @@ class Taken(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """One line of the table. `bar` None: told for information only; `sense` tells on which side of it is right."""
+    """One line of the table. `bar` None: for information only; `sense` is the side of it that is right."""
 
     what: str
     measured: float
@@ -79,7 +79,7 @@ def no_gc() -> Iterator[None]:
 
 def alternate(repeats: int, **runs: Callable[[], float]) -> dict[str, Taken]:
     """Run each of `runs` in turn, `repeats` times after one that does not count. Each returns the seconds it took. The
-    order turns round every time: who comes first finds colder caches."""
+    order turns round every time: the first one finds colder caches."""
     raw: dict[str, list[float]] = {name: [] for name in runs}
     scaled: dict[str, list[float]] = {name: [] for name in runs}
     with no_gc():

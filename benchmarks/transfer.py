@@ -27,7 +27,7 @@ SCALED = "scaled us"
 
 
 class Bench:
-    """A mover over one group, and operations on pages that nobody has touched lately."""
+    """A mover over one group, and operations on pages that were not touched lately."""
 
     def __init__(self, mover: Mover, pages: int = PAGES) -> None:
         self.mover = mover

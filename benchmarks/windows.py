@@ -82,15 +82,15 @@ def chats(thinking: bool, number: int = 800, turns: int = 5, seed: int = 1) -> l
     asked, begin = [], 0.0
     for _ in range(number):
         begin += rng.expovariate(2.0)
-        at, said = begin, list(system)
+        at, known = begin, list(system)
         for _ in range(turns):
-            said = [*said, *(rng.randrange(32_000) for _ in range(rng.randrange(20, 200)))]
+            known = [*known, *(rng.randrange(32_000) for _ in range(rng.randrange(20, 200)))]
             output = rng.randrange(50, 300)
-            asked.append(Turn(at, np.array(said, np.int32), output))
-            answer = [said[-1]]
-            for position in range(len(said), len(said) + output):
+            asked.append(Turn(at, np.array(known, np.int32), output))
+            answer = [known[-1]]
+            for position in range(len(known), len(known) + output):
                 answer.append(int(draw(np.array(answer[-1:]), np.array([position]))[0]))
-            said += [rng.randrange(32_000) for _ in range(output // 3)] if thinking else answer[1:]
+            known += [rng.randrange(32_000) for _ in range(output // 3)] if thinking else answer[1:]
             at += rng.uniform(20, 120)
     return sorted(asked, key=lambda turn: turn.seconds)
 

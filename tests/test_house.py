@@ -30,7 +30,7 @@ ALLOWED = {
     "server": {"engine", "scheduler", "cache"},
     "sim": {"scheduler", "store", "cache"},
     "bench": {"engine", "sim", "scheduler", "store", "cache"},
-    "commands": {"engine"},
+    "commands": {"engine", "sim"},
 }
 HEAVY = {"torch", "transformers", "starlette", "fastapi", "uvicorn", "zmq", "msgspec", "redis"}
 LIGHT = {"cache": {"numpy"}, "scheduler": {"numpy"}}  # what these may import beside the standard library

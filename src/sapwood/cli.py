@@ -21,6 +21,8 @@ COMMANDS = {
     "serve": ("sapwood.server.command", "serve a model over HTTP, as OpenAI's API"),
     "chat": ("sapwood.commands.chat", "talk to a running server in the terminal"),
     "bench": ("sapwood.bench.command", "measure a model on this machine, or a server: latency, throughput, cache"),
+    "replay": ("sapwood.commands.replay", "run a recorded trace through caches of any size: hit rates, waiting times"),
+    "fuzz": ("sapwood.commands.fuzz", "attack the scheduler with random traffic and faults from one seed"),
     "completion": ("sapwood.commands.completion", "print what makes a shell complete these commands"),
 }
 _INTERRUPTED = 130  # what a shell expects of a program that Ctrl-C has ended

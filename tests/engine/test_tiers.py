@@ -87,9 +87,7 @@ def test_t10_time_that_passed_before_a_request_came_is_not_its_own(tmp_path):
     """
     for attempt in range(20):  # a store that answers within the very step is no story
         now = [0.0]
-        machine = fetching(
-            tmp_path / str(attempt), clock=lambda now=now: now[0], lookup_ticks=100, fetch_ticks=100, page_ticks=0
-        )
+        machine = fetching(tmp_path / str(attempt), clock=lambda now=now: now[0], lookup_ticks=100, fetch_ticks=100)
         now[0] += 100.0
         machine.submit("ann", PROMPT)
         assert machine.step().plan.lookups
@@ -341,7 +339,7 @@ def test_s11_a_deadline_fires_while_nothing_runs(tmp_path, hangs):
 
     Mutation: `EngineLoop.rest` does not look at `wake_in`.
     """
-    machine = fetching(tmp_path, lookup_ticks=20, fetch_ticks=20, page_ticks=0)
+    machine = fetching(tmp_path, lookup_ticks=20, fetch_ticks=20)
     machine.backend.stuck = (hangs,)
     machine.submit("ann", PROMPT, 1)
     began, steps, sleeps, sleep = time.monotonic(), 0, [0], machine.tiers._sleep

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from sapwood import LLM
-from sapwood.bench.calibrate import StepTimer
-from sapwood.bench.predict import Predicted, predicted
+from sapwood.bench.calibrate import Predicted, StepTimer, predicted
 from sapwood.sim import MeasuredCost
 
 from .figures import ANSWER, CHATS, SAID, SYSTEM, TURNS

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from sapwood.bench.cache import Found, _must_be
-from sapwood.bench.calibrate import StepTimer
-from sapwood.bench.predict import Predicted
+from sapwood.bench.calibrate import Predicted, StepTimer
 from sapwood.bench.run import Prompts, opened, run
 from sapwood.cli import leave, main
 from sapwood.engine.executor.executor import ModelExecutor

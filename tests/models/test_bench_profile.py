@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from sapwood.bench.parts import PARTS, kernels, part_of, replaced, shortened, traced
+from sapwood.bench.profile import PARTS, kernels, part_of, replaced, shortened, traced
 from sapwood.bench.run import Prompts, opened, run
 from sapwood.cli import main
 from sapwood.engine.flags import EngineConfig

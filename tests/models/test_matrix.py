@@ -41,7 +41,7 @@ class Company(Bed):
 
     def __init__(self, name: str, rng: random.Random, **config: Any) -> None:
         chunk = rng.choice([PAGE, 7, 24, 64])
-        super().__init__(name, max_batch_tokens=max(8, chunk), mixed=rng.random() < 0.8, max_tries=99, **config)
+        super().__init__(name, max_batch_tokens=max(8, chunk), max_tries=99, **config)
         self.rng = rng
         self.fails = 0.1
         begin = self.executor.begin

@@ -106,15 +106,14 @@ def test_l04_a_flush_under_everybody(layout):
 # ---- L09
 
 
-@pytest.mark.parametrize("mixed", [True, False])
 @pytest.mark.parametrize("most", [1, 2])
-def test_l09_at_most_max_loras_adapters_in_a_batch(mixed, most):
+def test_l09_at_most_max_loras_adapters_in_a_batch(most):
     """No batch has more different adapters than `max_loras`, in prefill and decode; all get their turn; requests of the
     base model are in the first batch.
 
     Mutation: `AdapterCap.admits_new` always says yes; or the gate of a plan does not know the adapters that decode.
     """
-    run = Run(full(200), max_loras=most, mixed=mixed, budget=256)
+    run = Run(full(200), max_loras=most, budget=256)
     crowd(run, toks(1, 20), [A, B, C, D, A, B, BASE, C, D, BASE], 6)
     run.idle().right_answers()
     assert max(len(adapters) for adapters in inside(run)) == most
@@ -174,7 +173,7 @@ def test_l09_base_requests_are_never_put_off():
 def test_l10_an_adapter_that_could_not_be_scheduled_blocks_nobody(layout):
     """The request of adapter A comes first and finds no pages: it takes no place under the cap, so B runs.
 
-    Mutation: `Planner._fill` enters an adapter into the gate when it is let in, not when its row is there.
+    Mutation: `PlanBuilder.serve` enters an adapter into the cap when it is admitted, not when its row is there.
     """
     run = Run(*groups_of(layout, 16, pages=12), max_loras=1, headroom=0)
     run.submit("base", toks(1, 100), 20)
@@ -190,15 +189,14 @@ def test_l10_an_adapter_that_could_not_be_scheduled_blocks_nobody(layout):
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "prefix"])
-@pytest.mark.parametrize("mixed", [True, False])
 @pytest.mark.parametrize("most", [0, 4])
-def test_l11_who_was_put_off_is_not_starved(most, mixed, policy):
+def test_l11_who_was_put_off_is_not_starved(most, policy):
     """A stream of requests of adapter A, of which one always runs, does not keep B out: after `max_overtaken` of them
     (and those of one plan) only the base model comes in until B can run.
 
-    Mutation: `Planner._fill` does not close the gate.
+    Mutation: `PlanBuilder.give_way_to` does not close the cap.
     """
-    run = Run(full(200), max_loras=1, max_overtaken=most, mixed=mixed, policy=policy)
+    run = Run(full(200), max_loras=1, max_overtaken=most, policy=policy)
     run.submit("a", toks(1, 20), 6, namespace=A)
     run.step()
     run.submit("b", toks(2, 20), 6, namespace=B)
@@ -215,13 +213,12 @@ def test_l11_who_was_put_off_is_not_starved(most, mixed, policy):
 # ---- L18
 
 
-@pytest.mark.parametrize("mixed", [True, False])
-def test_l18_a_short_step_retracts_and_aborts_nobody(mixed):
+def test_l18_a_short_step_retracts_and_aborts_nobody():
     """Steps that are short because of the cap, and plans that are empty because a step runs, cost nobody anything.
 
     Mutation: `Planner.plan` calls `break_deadlock` for a plan without new rows, whether others run or not.
     """
-    run = Run(full(40), max_loras=1, mixed=mixed, budget=64)
+    run = Run(full(40), max_loras=1, budget=64)
     crowd(run, toks(1, 40), [A, B, C, B, A, C], 9)
     while run.live:
         run.plan()
@@ -239,7 +236,7 @@ def test_l18_prompts_that_the_cap_leaves_out_keep_what_they_have():
     """A prompt of adapter B in the middle of its chunks is left out while more urgent requests of A run; it keeps its
     pages and goes on where it was.
 
-    Mutation: `Planner._take_part` retracts holders that the gate does not let in.
+    Mutation: `PlanBuilder.resume` retracts holders that the gate does not let in.
     """
     run = Run(full(40), max_loras=1, budget=32)
     run.submit("b", toks(1, 90), 3, namespace=B)

@@ -204,10 +204,10 @@ def test_t17_a_fetch_that_came_late_stays_for_one_that_still_waits():
 
     Mutation: `Prefetch.fetch_done` thinks only of those who have patience.
     """
-    shop = Shop(depot=stocked(), host=14, batch=1, fetch_ticks=5, page_ticks=0)
+    shop = Shop(depot=stocked(), host=14, batch=1, fetch_ticks=5)
     busy(shop)
     fetching(shop)
-    shop.tick(5)
+    shop.tick(5 + 6)
     shop.turn()
     assert shop.scheduler.stats()["waiting"] == 1
     shop.land("fetch")

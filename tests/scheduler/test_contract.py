@@ -235,7 +235,6 @@ def test_one_spec_is_not_a_list():
         ("store", True, "store must be False unless every group has host pages"),
         ("lookup_ticks", 0, "lookup_ticks must be an integer from 1"),
         ("fetch_ticks", 0, "fetch_ticks must be an integer from 1"),
-        ("page_ticks", -1, "page_ticks must be an integer from 0"),
         ("store", 1, "store must be True or False"),
         ("max_batch_tokens", 0, "max_batch_tokens must be an integer from 1"),
         ("max_batch_size", 0, "max_batch_size must be an integer from 1"),
@@ -248,7 +247,6 @@ def test_one_spec_is_not_a_list():
         ("headroom", -1, "headroom must be an integer from 0"),
         ("checkpoint_interval", 0, "checkpoint_interval must be an integer from 1"),
         ("prefetch_threshold", 0, "prefetch_threshold must be an integer from 1"),
-        ("mixed", None, "mixed must be True or False"),
         ("events", "yes", "events must be True or False"),
         ("prefix_caching", 0, "prefix_caching must be True or False"),
         ("host_policy", "back", 'host_policy must be "through" or "evict"'),
@@ -467,8 +465,8 @@ def test_s08_a_step_with_nothing_to_do_says_so(layout):
     """Without work, and while a plan runs, `next_plan` is empty, without a step and without `wake_in`; asking again and
     again changes nothing. After a submit, and after the event that gives pages back, the next plan has the work.
 
-    Mutation: `next_plan` does not look at `book.flight`; or `Planner._admit` gives a request that did not fit no second
-    look before `_RETRY_AFTER_PLANS` plans, although room was made.
+    Mutation: `next_plan` does not look at `book.flights`; or `PlanBuilder._admit` gives a request that did not fit no
+    second look before `_RETRY_AFTER_PLANS` plans, although room was made.
     """
     run = Run(*groups_of(layout, 16, pages=9, slots=2), headroom=0)
     empty = run.scheduler.next_plan()
@@ -631,7 +629,7 @@ def test_reads_cache_false_reads_nothing(layout):
     """A request that must compute everything adopts nothing, neither at admission nor between its chunks; what it
     computes serves the next.
 
-    Mutation: `Planner._chunk` adopts for everybody.
+    Mutation: `PlanBuilder._chunk` adopts for everybody.
     """
     run = Run(*groups_of(layout, 16), budget=16)
     prompt = toks(1, 70)
@@ -709,7 +707,7 @@ def test_stats_of_the_scheduler():
 def test_windows_that_are_too_small_to_share_still_serve():
     """A window group with the fewest pages allowed runs a prompt of any length, chunk by chunk.
 
-    Mutation: `Planner._admit` asks for all tokens at once when nobody runs (`least` 0 in `_FIRST_RESERVE`).
+    Mutation: `PlanBuilder._admit` asks for all tokens at once when nobody runs (`least` 0 in `_FIRST_RESERVE`).
     """
     run = Run(window(40, 5), budget=512)
     run.submit("ann", toks(1, 700), 40)

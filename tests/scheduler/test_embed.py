@@ -14,7 +14,7 @@ def test_the_example_runs_and_shares_the_prefix():
     """A newcomer runs the example: one of the three prompts is computed whole, the others compute their own tails,
     though all come at once; five tokens each.
 
-    Mutation: `Planner._chunk` publishes nothing when it makes the plan (each would compute the system prompt).
+    Mutation: `PlanBuilder._chunk` publishes nothing when it makes the plan (each would compute the system prompt).
     """
     done = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, check=True)
     lines = re.findall(r"(\w+): (\d+) prompt tokens, (\d+) cached, (\d+) computed; (\d+) new", done.stdout)

@@ -14,7 +14,6 @@ from .driver import (
     LAYOUTS,
     Row,
     Run,
-    adapter,
     answer,
     each_layout,
     full,
@@ -23,7 +22,6 @@ from .driver import (
     rows_of,
     state,
     toks,
-    window,
 )
 
 
@@ -71,7 +69,7 @@ def test_s09_a_half_that_does_not_fit_in_one_batch_is_tried_bit_by_bit():
     """Rows that must go back to the beginning are longer than the batch they failed in: who finds no place in a retry
     is tried in the next one, so the culprit gets to be alone and nobody starts again for ever.
 
-    Mutation: `Planner.tried` drops the whole part instead of the rows that ran.
+    Mutation: `Planner.drop_retried` drops the whole part instead of the rows that ran.
     """
     groups = CacheGroup("window", "window", 12, window=9), CacheGroup("state", "state", 3)
     run = Run(*groups, budget=16, max_tries=1, headroom=0)
@@ -240,15 +238,14 @@ def test_s13_every_second_step_fails(layout, overlap):
     Mutation: `Request.computes` forgets tries at any progress; `Planner.drop_retried` lets go of a row that has not got
     beyond where it failed.
     """
-    for mixed in (True, False):
-        for each in (2, 3):
-            run = Run(*STATEFUL[layout], budget=64, max_tries=3, overlap=overlap, mixed=mixed, every=9)
-            run.submit_all([RequestSpec(f"r{n}", toks(n, 90 + n), 6) for n in range(2 + each)])
-            at = iter(range(1 << 20))
-            troubled(run, lambda rows, at=at, each=each: next(at) % each == 1, 700)
-            assert {end.reason for end in run.ended.values()} <= {"length", "failed"}
-            assert len(run.ended) == 2 + each
-            run.right_answers().all_free()
+    for each in (2, 3):
+        run = Run(*STATEFUL[layout], budget=64, max_tries=3, overlap=overlap, every=9)
+        run.submit_all([RequestSpec(f"r{n}", toks(n, 90 + n), 6) for n in range(2 + each)])
+        at = iter(range(1 << 20))
+        troubled(run, lambda rows, at=at, each=each: next(at) % each == 1, 700)
+        assert {end.reason for end in run.ended.values()} <= {"length", "failed"}
+        assert len(run.ended) == 2 + each
+        run.right_answers().all_free()
 
 
 @each_overlap
@@ -513,32 +510,6 @@ def test_a_failure_that_comes_twice():
     with pytest.raises(ValueError, match="no step runs"):
         run.tell(StepFailed(step, "again"))
     run.idle().right_answers()
-
-
-def test_p09_a_decode_row_that_was_not_in_the_step_falls_back_too():
-    """Decodes wait while a prompt of their namespace fills window pages they have lost; the namespace is evicted while
-    that step runs, and the step fails. The row that was not in it goes back as well, and reads only what is there.
-
-    Mutation: `Outcome.failed` does not take such a row out of the decodes before it falls.
-    """
-    run = Run(full(60), window(1, 3), page=4, mixed=False, max_tries=5)
-    space, prompt = adapter("a"), toks(1, 13)
-    run.submit("ann", prompt, 40, namespace=space)
-    for _ in range(4):
-        run.plan()
-        run.done()
-    run.submit("eve", toks(9, 8), 1)
-    while "eve" not in run.ended:
-        run.plan()
-        run.done()
-    assert run.cache.explain(space, prompt[:8]).reason == "window_gone"
-    run.submit("ben", prompt[:8], 3, namespace=space)
-    assert run.plan().batch.ids == ["ben"]
-    run.scheduler.evict_namespace(space)
-    run.fail()
-    run.idle().right_answers()
-    assert run.ended["ann"].generated == 40 and run.ended["ann"].recomputed > 0
-    run.all_free()
 
 
 def test_s08_a_reason_of_any_kind_is_told():

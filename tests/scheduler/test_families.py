@@ -27,8 +27,8 @@ def test_f04_a_batch_that_just_fits_fits(layout, slots):
     """As many requests run at once as there are slots; one more waits until a slot comes back. No slot is left for
     checkpoints, and none is held back for them.
 
-    Mutation: `Admission.wish` asks for two slots a request; or `Planner._chunk` takes checkpoints before all have come
-    in.
+    Mutation: `Admission.wish` asks for two slots a request; or `PlanBuilder._chunk` takes checkpoints before all have
+    come in.
     """
     run = Run(*groups_of(layout, 16, pages=100, slots=slots))
     run.submit_all([RequestSpec(f"r{n}", toks(n, 40), 6) for n in range(slots + 1)])

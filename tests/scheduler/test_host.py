@@ -11,7 +11,7 @@ import pytest
 from sapwood.cache import CacheGroup, Namespace
 from sapwood.scheduler import Abort, LoadDone, ProtocolError, RequestSpec, SaveDone, Scheduler, SchedulerConfig
 from sapwood.sim import ContentExecutor
-from sapwood.sim.replay import Replay
+from sapwood.sim.event_replay import Replay
 
 LAYOUTS = {
     "full": [CacheGroup("full", "full", 24, 200)],
@@ -86,7 +86,7 @@ def test_t01_what_the_device_has_lost_is_loaded_from_host(layout, policy):
     """A prompt is computed, written to host, evicted from the device and asked for again: it is loaded, not computed,
     and every read is right.
 
-    Mutation: `Planner._match` asks for the device only; or `Transfers.save_cold` saves nothing.
+    Mutation: `Book.match` asks for the device only; or `Transfers.save_cold` saves nothing.
     """
     run = Hosted(layout, policy)
     first = run.run("a", 1)

@@ -66,7 +66,7 @@ def test_s01_a_long_prompt_does_not_starve(policy, most):
     """A prompt that needs nearly all memory gets it although shorter ones keep coming: at most `max_overtaken` (and
     those of the plan in which that number is passed) come in before it.
 
-    Mutation: `Planner._fill` goes on admitting (no `free = 0`) behind one that was overtaken often enough.
+    Mutation: `Planner._fill` goes on admitting (no `free_places = 0`) behind one that was overtaken often enough.
     """
     run = Run(full(20), policy=policy, max_overtaken=most, budget=512)
     assert crowded(run, 80) <= most + 10
@@ -180,7 +180,7 @@ def test_s02_prompts_get_on_beside_as_many_streams_as_may_be(overlap):
 def test_s02_chunks_of_state_models_are_cut_where_a_snapshot_is_worth_having(layout, page):
     """The last page end before the last token ends a chunk, and a snapshot is taken there; all else fills the budget.
 
-    Mutation: `Planner._cut` returns `end` as it came.
+    Mutation: `PlanBuilder._end_at_cut` returns `end` as it came.
     """
     budget = 2 * page + 7
     length = 4 * page + 1 + page // 2
@@ -198,31 +198,16 @@ def test_s02_chunks_of_state_models_are_cut_where_a_snapshot_is_worth_having(lay
     assert [(copy.when, bool(copy.source)) for copy in copies] == [("before", False), ("after", True)]
 
 
-@pytest.mark.parametrize("mixed", [True, False])
-def test_s02_more_decodes_than_the_budget(mixed):
+def test_s02_more_decodes_than_the_budget():
     """No plan has more tokens than allowed, even if more requests could decode; all come to their end.
 
     Mutation: `Outcome._after_chunks` lets everybody join, however many decode (`decoding.count < most`).
     """
-    run = Run(full(), budget=3, mixed=mixed)
+    run = Run(full(), budget=3)
     for n in range(8):
         run.submit(f"r{n}", toks(n, 4), 6)
     run.idle().right_answers()
     assert max(sum(row.length for row in rows) for rows in run.rows) == 3
-
-
-def test_mixed_false_keeps_prompts_and_decodes_apart():
-    """With `mixed=False` a batch has prompts or decodes, prompts first.
-
-    Mutation: `Planner.plan` goes the mixed way whatever `mixed` says.
-    """
-    run = Run(full(), budget=32, mixed=False)
-    run.submit("ann", toks(1, 40), 9)
-    run.step(4)
-    run.submit("bob", toks(2, 70), 4)
-    for want in ([("bob", 32)], [("bob", 32)], [("bob", 6)], [("ann", 1), ("bob", 1)]):
-        assert [(row.id, row.length) for row in run.step()] == want
-    run.idle().right_answers()
 
 
 # ---- S03
@@ -254,7 +239,7 @@ def test_s03_work_is_bounded_in_a_pool_of_a_third(layout, headroom, most):
     than the usual headroom, so with it nothing is computed twice; without any, the work measured is 1.3 times the
     least (full), 1.07 (full and window) and 1.0 (others).
 
-    Mutation: `Planner._admit` keeps nothing.
+    Mutation: `PlanBuilder._admit` keeps nothing.
     """
     run = tight(layout, 0.35, 24, 37, headroom=headroom)
     run.idle().right_answers()
@@ -269,7 +254,7 @@ def test_s03_work_is_bounded_with_long_answers(headroom, most):
     """16 requests with answers far longer than the headroom in 0.35 of what they need: some must be retracted, all
     complete. Measured: 1.8 times the least work without headroom, 1.2 with the usual.
 
-    Mutation: `Planner._admit` keeps nothing (1.7 times with the usual headroom).
+    Mutation: `PlanBuilder._admit` keeps nothing (1.7 times with the usual headroom).
     """
     run = tight("full", 0.35, 16, 160, headroom=headroom)
     run.idle().right_answers()
@@ -476,7 +461,7 @@ def test_s03_the_less_urgent_do_not_starve():
     """A steady stream of urgent requests: after `max_overtaken` of them have come in before it, one that is less urgent
     gets its turn.
 
-    Mutation: `Planner._age` counts only those of the same urgency; or nobody looks first at who is overdue.
+    Mutation: `Planner._count_overtaken` counts only those of the same urgency; or nobody looks first at who is overdue.
     """
     run = Run(full(), batch=2, max_overtaken=10)
     run.submit("patient", toks(1, 20), 2, priority=5)

@@ -10,8 +10,8 @@ import pytest
 
 from sapwood.cache import CacheGroup, Namespace
 from sapwood.scheduler import Abort, Ended, Finish, ProtocolError, RequestSpec, StepDone, StepFailed
+from sapwood.sim.event_replay import Replay
 from sapwood.sim.executor import ContentExecutor
-from sapwood.sim.replay import Replay
 
 from .driver import BASE, LAYOUTS, Run, adapter, answer, each_layout, full, groups_of, has_state, rows_of, toks
 from .shop import Shop
@@ -280,7 +280,7 @@ def test_s09_named_culprits_are_tried_alone_and_the_others_together():
 def test_p02_equal_prompts_cost_one_prefill_with_two_plans_in_flight(layout):
     """Computed prompt tokens are one prompt and the others' tails, chunk by chunk.
 
-    Mutation: `Planner._chunk` neither adopts nor waits while the request has a row in flight.
+    Mutation: `PlanBuilder._chunk` neither adopts nor waits while the request has a row in flight.
     """
     run = Piped(*groups_of(layout, 16, pages=200), budget=64)
     prompt = toks(1, 16 * 9 + 5)
@@ -294,7 +294,7 @@ def test_p02_equal_prompts_cost_one_prefill_with_two_plans_in_flight(layout):
 def test_p03_chunks_are_adopted_while_their_prompt_runs(layout):
     """A second prompt with the same beginning comes while the first is in the middle, both with rows in every plan.
 
-    Mutation: `Planner._chunk` neither adopts nor waits while the request has a row in flight.
+    Mutation: `PlanBuilder._chunk` neither adopts nor waits while the request has a row in flight.
     """
     run = Piped(*groups_of(layout, 4, pages=400), page=4, budget=64)
     prompt = toks(1, 200)
@@ -309,7 +309,7 @@ def test_p03_a_prompt_with_a_row_in_flight_adopts_what_another_has_computed():
     """Ann and bob compute the same prompt from different places (her first pages were not cached when she came). What
     is there already he does not compute, though he has a row in every plan.
 
-    Mutation: `Planner._chunk` neither adopts nor waits while the request has a row in flight.
+    Mutation: `PlanBuilder._chunk` neither adopts nor waits while the request has a row in flight.
     """
     run = Piped(full(400), page=4, budget=24, batch=8)
     prompt = toks(1, 160)
@@ -506,7 +506,7 @@ def test_s14_the_same_tokens_and_the_same_ends_as_with_one_plan(layout, size):
             groups = groups_of(name, 4, pages=100 if size == "roomy" else 22, slots=12, windows=60)
             if host:
                 groups = [replace(group, host_pages=40) for group in groups]
-            config = {"mixed": seed % 3 > 0, "max_loras": seed % 2, "headroom": 0 if size == "tight" else 64}
+            config = {"max_loras": seed % 2, "headroom": 0 if size == "tight" else 64}
             run = Run(*groups, page=4, budget=28, batch=7, overlap=overlap, every=4, max_overtaken=6, **config)
             ends.append(told(run, tale, overlap))
             run.scheduler.flush()

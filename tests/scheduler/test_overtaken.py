@@ -62,8 +62,8 @@ def test_l11_one_admitted_to_load_is_not_kept_out_by_a_hot_adapter(overlap):
     """`max_loras=1`. Ann's prefix is on host, so she is admitted to load; when it has come, adapter B has rows that end
     at different times, for ever. B gets no new row once she was passed over too often.
 
-    Mutation: `Planner._age` looks at those that wait only; `Planner._fill` does not close the gate for one that holds
-    memory.
+    Mutation: `Planner._count_overtaken` looks at those that wait only; `PlanBuilder.give_way_to` does not close the cap
+    for one that holds memory.
     """
     run = Stream(replace(full(60), host_pages=100), max_loras=1, overlap=overlap, batch=6, budget=128, headroom=0)
     a, b = adapter("a"), adapter("b")
@@ -95,7 +95,7 @@ def test_s12_a_prompt_between_two_chunks_goes_on(layout, adapters, overlap):
     """A less urgent prompt has computed its first chunk; urgent ones keep coming and fill every plan, with and without
     adapters (at most one in a batch).
 
-    Mutation: `Planner._age` looks at those that wait only; `Planner._fill` does not begin with the overdue.
+    Mutation: `Planner._count_overtaken` looks at those that wait only; `Planner._fill` does not begin with the overdue.
     """
     run = Stream(*groups_of(layout, 16, pages=200), budget=64, batch=8, max_loras=int(adapters), overlap=overlap)
     mine, theirs = (adapter("a"), adapter("b")) if adapters else (adapter("x"), adapter("x"))
@@ -129,23 +129,6 @@ def test_s12_several_are_overdue_at_once(overlap):
     run.finish()
 
 
-@each_overlap
-@each_layout
-def test_s12_decode_rows_run_under_a_stream_of_one_token_prompts(layout, overlap):
-    """`mixed=False`: prompts come first, and there is always one. The rows that decode are passed over no more often
-    than others.
-
-    Mutation: `Planner._decodes_overdue` tells never; `Planner._age` leaves out decode rows.
-    """
-    run = Stream(*groups_of(layout, 16, pages=200), mixed=False, overlap=overlap, budget=64, batch=8)
-    run.submit("ann", toks(1, 20), 9)
-    run.turn()
-    gaps = passed_over(run, "ann", lambda n: run.one_more(10, 1))
-    assert len(gaps) >= 8 and max(gaps) <= MOST + 2 + overlap, gaps
-    assert sum(gaps) > 3 * MOST, "prompts do not wait for decodes longer than that either"
-    run.finish()
-
-
 @pytest.mark.attack
 @each_overlap
 @pytest.mark.parametrize("layout", ["full", "full+window", "full+state"])
@@ -170,7 +153,7 @@ def test_s12_a_victim_gets_on(layout, overlap):
 def test_s01_nobody_waits_for_one_that_waits_for_a_snapshot(overlap):
     """A model with state: bob waits for the snapshot that ann is making, and is passed over often. Others run then.
 
-    Mutation: `Planner._serve` counts a request that waits for a snapshot as one that does not fit.
+    Mutation: `PlanBuilder.serve` counts a request that waits for a snapshot as one that does not fit.
     """
     run = Stream(
         *groups_of("full+state", 16, pages=400, slots=40), overlap=overlap, budget=64, batch=20, max_overtaken=2
@@ -191,7 +174,7 @@ def test_s01_nobody_waits_for_one_that_waits_for_a_snapshot(overlap):
 def test_l11_base_rows_and_decode_rows_go_on_while_the_gate_is_closed(overlap):
     """Ann waits for a place under the cap: base requests come in, rows that decode with B go on, no new one enters.
 
-    Mutation: `AdapterCap.admits_decoding` looks at `closed` first; `Planner._serve` holds back requests without an
+    Mutation: `AdapterCap.admits_decoding` looks at `closed` first; `PlanBuilder.serve` holds back requests without an
     adapter.
     """
     run = Stream(full(400), max_loras=1, overlap=overlap, max_overtaken=3, batch=30, budget=400)

@@ -35,7 +35,7 @@ def test_p01_a_prompt_is_shared_while_its_first_request_decodes(layout, page, ta
     """While A still decodes, B with the same prompt adopts all its whole pages (the last token is computed), and reads
     the same physical ones.
 
-    Mutation: `Planner._chunk` publishes nothing (pages would be found only at the end).
+    Mutation: `PlanBuilder._chunk` publishes nothing (pages would be found only at the end).
     """
     run = Run(*groups_of(layout, page, pages=200), page=page)
     prompt = toks(1, 3 * page + tail)
@@ -67,8 +67,8 @@ def test_p02_equal_prompts_cost_one_prefill(layout, page, tail):
     """8 equal prompts submitted together compute one prompt and 7 tails. Where every group can read what the same step
     writes, all 8 are in the first batch; with a state group the others wait for the first one's snapshot.
 
-    Mutation: `Planner._chunk` publishes after the batch is made up (at StepDone); for state, `_admit` does not look at
-    `match.pending`.
+    Mutation: `PlanBuilder._chunk` publishes after the batch is made up (at StepDone); for state, `_admit` does not look
+    at `match.pending`.
     """
     run = Run(*groups_of(layout, page, pages=200), page=page)
     prompt = toks(1, 3 * page + tail)
@@ -94,7 +94,7 @@ def test_p03_each_chunk_can_be_adopted_before_the_prefill_ends(layout, page):
     """A long prompt is computed in chunks of two pages; after each chunk somebody more urgent, who shares just what is
     computed so far, adopts all of it. (A state group offers its snapshots only.)
 
-    Mutation: `Planner._chunk` publishes only the chunk that ends the prompt.
+    Mutation: `PlanBuilder._chunk` publishes only the chunk that ends the prompt.
     """
     run = Run(*groups_of(layout, page, pages=200), page=page, budget=2 * page)
     prompt = toks(1, 20 * page)
@@ -112,7 +112,7 @@ def test_p03_each_chunk_can_be_adopted_before_the_prefill_ends(layout, page):
 def test_p03_two_long_prompts_share_chunk_by_chunk(layout):
     """A prompt may adopt more before each of its chunks: two long ones that come together compute little more than one.
 
-    Mutation: `Planner._chunk` does not call `adopt`.
+    Mutation: `PlanBuilder._chunk` does not call `adopt`.
     """
     run = Run(*groups_of(layout, 16, pages=200), budget=48)
     prompt = toks(1, 200)

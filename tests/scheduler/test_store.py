@@ -522,7 +522,7 @@ def test_t08_a_bad_store_costs_time_and_nothing_else(layout, trouble):
 
     Mutation: `Prefetch.fetch_done` believes a failed fetch; or `Prefetch.tick` forgets who waits.
     """
-    shop = Shop(layout, depot=stocked(layout), lookup_ticks=10, fetch_ticks=20, page_ticks=2)
+    shop = Shop(layout, depot=stocked(layout), lookup_ticks=10, fetch_ticks=20)
     if trouble == "dead":
         looking(shop)
         shop.land("lookup", ok=False)
@@ -543,7 +543,7 @@ def test_t08_a_bad_store_costs_time_and_nothing_else(layout, trouble):
         shop.tick(1)
     else:
         fetching(shop)
-        shop.tick(31)
+        shop.tick(20 + 5)
         assert not shop.turn().batch.ids
         shop.tick(1)
     assert shop.turn().batch.ids == ["ann"]
@@ -666,10 +666,10 @@ def test_t19_pages_of_a_late_fetch_are_given_to_nobody(layout):
 
     Mutation: `Prefetch.tick` ends the operation in the cache.
     """
-    shop = Shop(layout, depot=stocked(layout), pages=12, host=12, batch=8, fetch_ticks=5, page_ticks=0)
+    shop = Shop(layout, depot=stocked(layout), pages=12, host=12, batch=8, fetch_ticks=5)
     fetching(shop)
     flight = shop.host("flight")
-    shop.tick(5)
+    shop.tick(5 + 6)
     shop.see_to("ann", but=("fetch",))
     for n in range(5):
         shop.serve(f"crowd{n}", toks(50 + n, 9 * PAGE), reads_cache=False, but=("fetch",))
@@ -689,7 +689,7 @@ def test_s11_a_deadline_fires_while_nothing_runs(hangs):
 
     Mutation: `Planner.transfers_only` leaves out `wake_in`; or `Prefetch.wake_in` counts from 0.
     """
-    shop = Shop(depot=stocked(), lookup_ticks=7, fetch_ticks=10, page_ticks=3)
+    shop = Shop(depot=stocked(), lookup_ticks=7, fetch_ticks=10)
     shop.tick(1000)
     shop.submit("ann", PROMPT, 3)
     plan = shop.turn()
@@ -697,7 +697,7 @@ def test_s11_a_deadline_fires_while_nothing_runs(hangs):
     left = 7
     if hangs == "fetch":
         shop.land("lookup")
-        left = 10 + 6 * 3
+        left = 10 + 6
         plan = shop.turn()
         assert plan.fetches and plan.wake_in == left
     shop.tick(2)

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sapwood.bench.answers import Stream
-from sapwood.bench.client import Client, Failure, place_of
+from sapwood.bench.client import Client, Failure, Stream, place_of
 from sapwood.bench.workloads import Mix, as_words, chats, random_prompts, replayed, shared_prefixes
 from sapwood.cli import main
 from sapwood.sim.trace import TraceRequest

@@ -190,6 +190,8 @@ def test_S18_sizes_have_a_unit_or_none(capsys):
         ("--load-format tensorizer", "load_format must be one of auto, dummy"),
         ("--device tpu", 'device must be "auto", "cpu" or "cuda", got \'tpu\''),
         ("--cache-policy lru", "cache_policy must be one of fcfs, prefix"),
+        ("--host-policy back", "host_policy must be one of through, evict"),
+        ("--headroom -1", "headroom must be an integer from 0"),
     ],
 )
 def test_S18_what_would_change_something_is_refused(arguments, says):

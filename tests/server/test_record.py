@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from sapwood.cache import CacheGroup, Namespace
+from sapwood.commands.replay import main
 from sapwood.scheduler import RequestSpec, Scheduler, SchedulerConfig
 from sapwood.server.observe import record
 from sapwood.server.observe.record import BLOCK_TOKENS, TraceRecorder
-from sapwood.sim.__main__ import main
 from sapwood.sim.cost import SimulatedExecutor
 from sapwood.sim.trace import read_trace, replay_trace
 
@@ -331,7 +331,7 @@ def test_a_replay_predicts_what_the_server_had(recorder_of, capsys):
     assert 0.2 < rate < 0.8 and served.scheduler.stats()["cache"]["evicted"]["attention"]["device"] > 500
     assert replayed.prompt_tokens == tokens and replayed.refused == 0
     assert replayed.cached_tokens == served.cached
-    assert main(["replay", str(path), "--device-pages", "1200"]) == 0
+    assert main([str(path), "--device-pages", "1200"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("60 requests of ") and f"{rate:.3f}" in said[2].split()
 

@@ -183,7 +183,6 @@ def test_a_state_that_is_not_begun_is_noticed() -> None:
         ({"max_batch_tokens": 10}, "11 tokens, max_batch_tokens is 10"),
         ({"max_batch_size": 1}, "2 rows, max_batch_size is 1"),
         ({"max_loras": 1}, "2 adapters, max_loras is 1"),
-        ({"mixed": False}, "prompts and decodes in one batch"),
     ],
 )
 def test_a_batch_beyond_its_limits_is_noticed(option: dict, complaint: str) -> None:

@@ -15,11 +15,12 @@ from dataclasses import replace
 import pytest
 
 from sapwood.cache import CacheGroup, HybridPrefixCache
+from sapwood.commands import fuzz as command
 from sapwood.scheduler import RequestSpec, Scheduler, StepFailed
-from sapwood.sim import __main__ as command
 from sapwood.sim.executor import ContentExecutor
 from sapwood.sim.fuzz import Fuzz, FuzzReport, fuzz
 from sapwood.sim.layouts import LAYOUTS
+from sapwood.sim.oracle import NaiveMemory
 
 from ..cache.chaos import fresh_seeds
 
@@ -34,7 +35,7 @@ def attack(layout: str, seeds: Iterable[int]) -> None:
         try:
             fuzz(seed, STEPS, layout)
         except Exception as error:
-            error.add_note(f"repeat it: python -m sapwood.sim fuzz --seed {seed} --steps {STEPS} --layout {layout}")
+            error.add_note(f"repeat it: sapwood fuzz --seed {seed} --steps {STEPS} --layout {layout}")
             raise
 
 
@@ -71,7 +72,7 @@ def test_fuzz_for_long(layout: str) -> None:
 def printed(hash_seed: str, layout: str, seed: int) -> str:
     """What the command prints in a fresh process."""
     done = subprocess.run(
-        [sys.executable, "-m", "sapwood.sim", "fuzz", "--seed", str(seed), "--steps", "60", "--layout", layout],
+        [sys.executable, "-m", "sapwood", "fuzz", "--seed", str(seed), "--steps", "60", "--layout", layout],
         env={**os.environ, "PYTHONHASHSEED": hash_seed},
         capture_output=True,
         text=True,
@@ -246,10 +247,12 @@ def two_in_a_row(seed: int = 1) -> Fuzz:
     """Two plans are in flight: in the second "two" begins at 32, on what "one" computes in the first. "late" waits."""
     attack = Fuzz(seed, "full")
     config = replace(attack.config, max_batch_tokens=64, max_batch_size=2, mixed_tokens=0, prefix_caching=True)
-    attack.config = replace(config, events=False, mixed=True, groups=(CacheGroup("full", "full", 40),))
+    attack.config = replace(config, events=False, groups=(CacheGroup("full", "full", 40),))
     attack.scheduler = Scheduler(attack.config)
     attack.cache = attack.scheduler.cache
     attack.executor = ContentExecutor(attack.scheduler)
+    attack.memory = NaiveMemory(attack.executor.double, False, None)
+    attack.in_flight = attack.memory.in_flight
     attack.failing = attack.trouble = attack.unloads = attack.poison = 0.0
     attack.traffic.spaces = [RequestSpec("", [1], 1).namespace]
     attack.load, attack.backlog = 2.0, 10
@@ -259,7 +262,7 @@ def two_in_a_row(seed: int = 1) -> Fuzz:
         attack.arrive()
         if id != "late":
             attack.executor.begin(attack.plan())
-    assert [(row.request.spec.id, row.start) for row in attack.flying[1].rows] == [("one", 32), ("two", 32)]
+    assert [(row.request.spec.id, row.start) for row in attack.in_flight[1].rows] == [("one", 32), ("two", 32)]
     return attack
 
 
@@ -268,7 +271,7 @@ def test_a_row_may_go_on_from_what_became_real_before_its_namespace_went(evicted
     """The first plan is done, the second fails, and the namespace is evicted before or after: "two" goes on from 32,
     and that is no adoption.
 
-    Mutation: `Fuzz.finish` does not call `keep`; or `keep` asks `promises`, which knows only the newest epoch.
+    Mutation: `NaiveMemory.step_done` does not call `_keep`; or that asks `promises`, which knows only the newest epoch.
     """
     attack = two_in_a_row()
     if evicted == "before":
@@ -286,7 +289,7 @@ def test_a_row_may_go_on_from_what_became_real_before_its_namespace_went(evicted
 def test_what_never_became_real_is_nobodys() -> None:
     """The first plan fails: "two" has nothing of it.
 
-    Mutation: `Fuzz.finish` calls `keep` whatever became of the step.
+    Mutation: `Fuzz.finish` calls `step_done` whatever became of the step.
     """
     attack = two_in_a_row()
     attack.failing = 1.0
@@ -299,7 +302,7 @@ def test_what_never_became_real_is_nobodys() -> None:
 def test_who_waited_may_not_adopt_what_was_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same story with a namespace that does not go: "late" had no row when it was evicted, and is caught.
 
-    Mutation: `Fuzz.keep` raises `held` of every live request.
+    Mutation: `NaiveMemory._keep` raises `held` of every live request.
     """
     keep_an_unloaded_adapter(monkeypatch)
     keep_what_was_flushed(monkeypatch)
@@ -322,10 +325,10 @@ def test_a_failure_prints_the_command_that_repeats_it(monkeypatch: pytest.Monkey
         return fuzz(seed, 1, layout)
 
     monkeypatch.setattr(command, "fuzz", fails)
-    assert command.main(shlex.split("fuzz --seed 4 --count 3 --steps 9 --layout full+window/1")) == 1
+    assert command.main(shlex.split("--seed 4 --count 3 --steps 9 --layout full+window/1")) == 1
     printed = capsys.readouterr().out
     assert "full+window/1, seed 4: " in printed and "page 7 has two owners" in printed
-    assert "python -m sapwood.sim fuzz --seed 5 --steps 9 --layout full+window/1\n" in printed
+    assert "sapwood fuzz --seed 5 --steps 9 --layout full+window/1\n" in printed
 
 
 def test_all_layouts_for_a_while(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -337,10 +340,10 @@ def test_all_layouts_for_a_while(monkeypatch: pytest.MonkeyPatch, capsys) -> Non
         return fuzz(0, 1, "full")
 
     monkeypatch.setattr(command, "fuzz", notes)
-    assert command.main(["fuzz", "--count", "2"]) == 0
+    assert command.main(["--count", "2"]) == 0
     assert seen == [(seed, layout) for seed in (0, 1) for layout in LAYOUTS]
     seen.clear()
-    assert command.main(["fuzz", "--minutes", "0.001", "--layout", "full", "--seed", "3"]) == 0
+    assert command.main(["--minutes", "0.001", "--layout", "full", "--seed", "3"]) == 0
     assert seen[0] == (3, "full") and len(seen) < 1000
     assert len(capsys.readouterr().out.splitlines()) == 2 * len(LAYOUTS) + len(seen)
 
@@ -348,14 +351,12 @@ def test_all_layouts_for_a_while(monkeypatch: pytest.MonkeyPatch, capsys) -> Non
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ("", "required"),
-        ("fuzz --seed x", "must be a whole number from 0 up, got 'x'"),
-        ("fuzz --seed -1", "--seed"),
-        ("fuzz --steps 0", "must be a whole number from 1 up, got '0'"),
-        ("fuzz --count 0", "must be a whole number from 1 up"),
-        ("fuzz --layout round", "invalid choice: 'round'"),
-        ("fuzz --minutes nan", "must be a number of minutes"),
-        ("fly", "invalid choice: 'fly'"),
+        ("--seed x", "must be a whole number from 0 up, got 'x'"),
+        ("--seed -1", "--seed"),
+        ("--steps 0", "must be a whole number from 1 up, got '0'"),
+        ("--count 0", "must be a whole number from 1 up"),
+        ("--layout round", "invalid choice: 'round'"),
+        ("--minutes nan", "must be a number of minutes"),
     ],
 )
 def test_bad_arguments_are_named(arguments: str, complaint: str, capsys) -> None:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from sapwood.sim.__main__ import main
+from sapwood.commands.replay import main
 from sapwood.sim.trace import BLOCK, TraceRequest, read_trace, replay_trace, unlimited_rate
 
 
@@ -57,23 +57,23 @@ def test_a_bad_trace_says_which_line(tmp_path, bad, says):
     path.write_text(bad + "\n")
     with pytest.raises(ValueError, match=says):
         read_trace(path)
-    assert main(["replay", str(path)]) == 2
-    assert main(["replay", str(tmp_path / "missing.jsonl")]) == 2
+    assert main([str(path)]) == 2
+    assert main([str(tmp_path / "missing.jsonl")]) == 2
 
 
 def test_what_cannot_be_replayed_is_said_before_anything_else(tmp_path, capsys):
     """A trace that is not there, a store without host memory before it: one line, and no table.
 
-    Mutation: `_replay` prints its head before it looks at the sizes.
+    Mutation: `main` prints its head before it looks at the sizes.
     """
     trace = str(write(tmp_path / "t.jsonl", CHATS))
-    assert main(["replay", trace, "--store-pages", "100"]) == 2
+    assert main([trace, "--store-pages", "100"]) == 2
     assert capsys.readouterr() == ("", f"{NAME}: --store-pages needs --host-pages, through which pages come\n")
-    assert main(["replay", f"{trace}.gz"]) == 2
+    assert main([f"{trace}.gz"]) == 2
     assert capsys.readouterr() == ("", f"{NAME}: {trace}.gz: No such file or directory\n")
 
 
-NAME = "python -m sapwood.sim replay"
+NAME = "sapwood replay"
 
 
 def test_the_bound_counts_blocks_seen_before():
@@ -132,10 +132,10 @@ def test_a_store_serves_what_host_has_lost(tmp_path):
 
 
 def test_the_command_prints_a_line_for_each_size(tmp_path, capsys):
-    """Mutation: `_replay` runs the first size only."""
+    """Mutation: `main` runs the first size only."""
     path = write(tmp_path / "t.jsonl", CHATS)
-    assert main(["replay", str(path), "--device-pages", "512", "4096", "--host-pages", "0", "1024"]) == 0
+    assert main([str(path), "--device-pages", "512", "4096", "--host-pages", "0", "1024"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("4 requests") and "0.583" in out[0]
-    assert main(["replay", str(path), "--store-pages", "100"]) == 2
+    assert main([str(path), "--store-pages", "100"]) == 2
     assert [row.split()[:2] for row in out[2:]] == [["512", "0"], ["512", "1024"], ["4096", "0"], ["4096", "1024"]]

@@ -18,8 +18,8 @@ from sapwood.cache import (
     token_bytes,
 )
 from sapwood.scheduler import Refused, RequestSpec, Scheduler
+from sapwood.sim.event_replay import Replay
 from sapwood.sim.layouts import LAYOUTS
-from sapwood.sim.replay import Replay
 from sapwood.sim.traffic import Traffic
 
 PAGE, LONGEST = 8, 96
@@ -106,7 +106,7 @@ def test_a_layout_is_what_its_name_says(layout: str) -> None:
     assert name.endswith(f"/{configs[0].page_size}") or "/" not in layout
     assert bool(tier) == any(group.host_pages for group in configs[0].groups)
     assert all(config.store is (tier in ("store", "store-evict", "pair")) for config in configs)
-    for field in ("policy", "mixed", "events", "max_loras", "max_tries", "headroom", "prefix_caching"):
+    for field in ("policy", "events", "max_loras", "max_tries", "headroom", "prefix_caching"):
         assert len({getattr(config, field) for config in configs}) > 1, field
 
 

@@ -39,7 +39,7 @@ _HOST = "4GiB"  # where no host_cache is asked for; memory is taken when it is u
 
 
 class Salted(NamedTuple):
-    """A prompt, and with whom it may share: with itself."""
+    """A prompt, and the salt that keeps it from sharing with others."""
 
     text: Prompt
     salt: str
@@ -93,7 +93,7 @@ def _first_engine(
     asked: argparse.Namespace, config: EngineConfig, bar: Any
 ) -> tuple[dict[str, list[Found]], list[Salted], EngineConfig]:
     """Cold and from the device. The prompts besides, which the store has now, and the second engine's config."""
-    salt = secrets.token_hex(8)  # and a number for each: nobody, on whatever store, has computed any of them before
+    salt = secrets.token_hex(8)  # and a number for each: on no store has any of them been computed before
     cold: list[Found] = []
     device: list[Found] = []
     with opened(config) as engine:

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from .answers import Heard, ask
-from .client import Client, Failure
+from .client import Client, Failure, Heard, ask
 from .workloads import Session, Turn, as_words
 
 
@@ -22,7 +21,7 @@ class LoadResult(NamedTuple):
 
     heard: list[Heard]
     failed: Counter[str]  # by kind
-    details: dict[str, str]  # kind -> what the first one said
+    details: dict[str, str]  # by kind: the detail of the first one
     seconds: float
     busy: float  # of a core, by this process
     late: float  # seconds after its time that a request was sent, at most; 0 if all were to be sent at once
@@ -40,7 +39,7 @@ class Sender:
         self._limit = limit
 
     async def drive(self, sessions: Iterable[Session], bar: Any) -> LoadResult:
-        """`bar` is told of every request that ends."""
+        """`bar` counts every request that ends."""
         places = nullcontext() if self._limit is None else asyncio.Semaphore(self._limit)
         drive = _Drive(self, places, bar)
         with _without_gc():
@@ -86,23 +85,23 @@ class _Drive:
 
     async def talk(self, session: Session, due: float) -> None:
         """A turn that fails is the last one: what would come behind it has no meaning without its answer."""
-        said = self._sender.first(session)
+        body = self._sender.first(session)
         for at, turn in enumerate(session.turns):
             if turn.think:
                 await asyncio.sleep(turn.think)
             async with self._places:
                 if not at and session.due:
                     self.late = max(self.late, time.perf_counter() - due)
-                said = self._sender.next(said, turn)
+                body = self._sender.next(body, turn)
                 try:
-                    heard = await self._sender.send(said, turn.output)
+                    heard = await self._sender.send(body, turn.output)
                 except Failure as failure:
                     self._fail(failure, len(session.turns) - at - 1)
                     return
             self.heard.append(heard._replace(text=""))
             self._bar.update(1)
             if at + 1 < len(session.turns):
-                said["messages"].append({"role": "assistant", "content": heard.text})
+                body["messages"].append({"role": "assistant", "content": heard.text})
 
     def _fail(self, failure: Failure, left: int) -> None:
         self.failed[failure.kind] += 1

@@ -123,7 +123,7 @@ class PacedEngine(Requests):
             self._log = None
 
     def _told(self, plan: Plan, event: Any) -> dict[str, Likely]:
-        """Made up, where somebody asked: each token is likely, and its neighbours less so."""
+        """Made up, where a request asks for them: each token is likely, and its neighbours less so."""
         found: dict[str, Likely] = {}
         if isinstance(event, StepDone):
             for id, token in event.tokens.items():  # type: ignore[union-attr]
@@ -143,7 +143,7 @@ class PacedEngine(Requests):
 
 
 class _Pacer:
-    """Runs nothing, in as long as it was told."""
+    """Runs nothing, in the time that a plan is to take."""
 
     def __init__(self, engine: PacedEngine) -> None:
         self.engine = engine
@@ -180,16 +180,16 @@ class _Pacer:
         flags = self.engine.flags
         if sample is None:
             return _PLAIN
-        said = sample.token_ids
-        last = said[-1] if said else int(sample.prompt[-1])
+        answer = sample.token_ids
+        last = answer[-1] if answer else int(sample.prompt[-1])
         seed = 0 if sample.params.seed is None else sample.params.seed + sample.index
-        mixed = (last * 2654435761 + len(said) * 40503 + seed * 97 + 12345) & 0x7FFFFFFF
+        mixed = (last * 2654435761 + len(answer) * 40503 + seed * 97 + 12345) & 0x7FFFFFFF
         if mask is not None:
             allowed = np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0]
-            if flags.eos in allowed and len(said) > 40:
+            if flags.eos in allowed and len(answer) > 40:
                 return int(flags.eos)
             return int(allowed[mixed % len(allowed)]) if len(allowed) else int(flags.eos)
-        if flags.ends_after and len(said) + 1 >= flags.ends_after and len(said) + 1 > sample.params.min_tokens:
+        if flags.ends_after and len(answer) + 1 >= flags.ends_after and len(answer) + 1 > sample.params.min_tokens:
             return int(flags.eos)
         if flags.says:
             return int(flags.says[mixed % len(flags.says)])

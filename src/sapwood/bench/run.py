@@ -61,7 +61,7 @@ def opened(config: EngineConfig) -> Iterator[Engine]:
 
 
 def free_memory() -> None:
-    """Give back what engines have taken that nobody has any more."""
+    """Give back memory of engines that are gone."""
     import torch
 
     gc.collect()
@@ -73,7 +73,7 @@ def run(
     engine: Engine, prompts: Sequence[Prompt], outputs: Sequence[int], salt: str | None = None, bar: Any = None
 ) -> TimedRun:
     """All prompts at once, each with exactly so many tokens for an answer. `salt` keeps them apart from other runs;
-    `bar` is told of every request that ends."""
+    `bar` counts every request that ends."""
     for prompt, output in zip(prompts, outputs, strict=True):
         if len(prompt) + output > engine.max_model_len:
             raise ValueError(
@@ -164,7 +164,7 @@ def settle(engine: Engine) -> None:
 
 
 def progress(total: int, what: str, wanted: bool) -> Any:
-    """A bar for somebody who waits."""
+    """A bar that shows how far it is."""
     from tqdm.auto import tqdm
 
     return tqdm(total=total, desc=what, disable=not wanted, dynamic_ncols=True, leave=False)

@@ -1,4 +1,4 @@
-"""`sapwood bench serve`: what users of a running server see, whoever's it is, as long as it speaks OpenAI's HTTP."""
+"""`sapwood bench serve`: what users of a running server see, whichever it is, as long as it speaks OpenAI's HTTP."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import numpy as np
 
 from sapwood.sim.trace import read_trace
 
+from .arguments import ENDPOINTS, add_serve_arguments, headers, settle
 from .run import progress
-from .serve_arguments import ENDPOINTS, add_arguments, headers, settle
 from .tables import BenchReport
 from .workloads import Mix, Session, Turn, chats, random_prompts, replayed, shared_prefixes
 
@@ -23,8 +23,7 @@ if TYPE_CHECKING:  # these need what `sapwood[server]` brings, and help does not
     from .client import Client
     from .load import LoadResult
 
-__all__ = ["HELP", "add_arguments", "measure"]
-
+add_arguments = add_serve_arguments
 HELP = "a running server over HTTP: time to first token, between tokens, throughput, cached tokens"
 _FORMS = {
     **dict.fromkeys(("median", "mean", "p90", "p99"), "{:,.1f} ms"),
@@ -72,8 +71,7 @@ def _workload(asked: argparse.Namespace, mix: Mix) -> tuple[int, Iterator[Sessio
 
 
 async def _run(asked: argparse.Namespace, mix: Mix, requests: int, sessions: Iterator[Session]) -> LoadResult:
-    from .answers import SILENT
-    from .client import Client, place_of
+    from .client import SILENT, Client, place_of
     from .load import Sender
 
     client = Client(place_of(asked.base_url, asked.insecure), headers(asked), asked.timeout)
@@ -117,8 +115,7 @@ def _like(session: Session, mix: Mix, count: int) -> Iterator[Session]:
 async def _first_model(client: Client, url: str) -> str:
     import msgspec
 
-    from .answers import message_of
-    from .client import Failure
+    from .client import Failure, message_of
 
     try:
         answer = await client.get("/v1/models")
@@ -201,5 +198,5 @@ def _notes(run: LoadResult) -> list[str]:
 
 
 def _failures(run: LoadResult) -> str:
-    said = ((kind, count, run.details[kind]) for kind, count in run.failed.most_common())
-    return "; ".join(f"{count} x {kind}" + (f" ({detail})" if detail else "") for kind, count, detail in said)
+    failures = ((kind, count, run.details[kind]) for kind, count in run.failed.most_common())
+    return "; ".join(f"{count} x {kind}" + (f" ({detail})" if detail else "") for kind, count, detail in failures)

@@ -2,7 +2,7 @@
 
 A prompt is an array of token ids from a range that every vocabulary of use has. `/v1/completions` takes them as they
 are, so that a prompt has exactly the length it should have. Where text is wanted, each id stands for a common word,
-which is one token in most vocabularies: lengths are about right, and the server tells what they were.
+which is one token in most vocabularies: lengths are about right, and the server reports what they were.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def shared_prefixes(mix: Mix, count: int, groups: int, prefix: int) -> Iterator[
 
 
 def chats(mix: Mix, users: int, turns: int, think: float, groups: int, prefix: int) -> Iterator[Session]:
-    """Users who ask, read the answer, think for a while (`think` seconds in the mean, exponentially), and ask again."""
+    """Users ask, read the answer, think for a while (`think` seconds in the mean, exponentially), and ask again."""
     random = mix.random(3)
     systems = [mix.tokens(prefix, random) for _ in range(groups)]
     for user, due in enumerate(mix.arrivals(users)):

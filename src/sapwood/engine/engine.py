@@ -192,6 +192,10 @@ class Engine(Requests):
                 lookup_ticks=round(config.store_patience / _TICK_SECONDS),
                 fetch_ticks=round(10 * config.store_patience / _TICK_SECONDS),
                 policy=config.cache_policy,
+                host_policy=config.host_policy,
+                max_overtaken=config.max_overtaken,
+                headroom=config.headroom,
+                checkpoint_interval=config.checkpoint_interval,
                 prefix_caching=config.enable_prefix_caching,
                 max_columns=-(-self.max_model_len // config.page_size),
             )

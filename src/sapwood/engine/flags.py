@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from sapwood.cache import whole_number
+from sapwood.scheduler.config import HOST_POLICIES
 from sapwood.scheduler.policy import POLICIES
 from sapwood.store import StoreError, check_uri, store_folder
 from sapwood.store.uri import nbytes
@@ -49,6 +50,12 @@ class EngineConfig:
                             long for the pages themselves, also for those being written; and five times, five seconds
                             at least, to write at the end
     cache_policy            who comes in next: "fcfs" or "prefix"
+    host_policy             when pages go to host memory: "through", when they are computed, or "evict", shortly before
+                            the device loses them: fewer transfers, but a burst loses some
+    max_overtaken           later requests that may start before one that is ready and does not fit
+    headroom                tokens that every running request can still write before a new one starts; more of it: fewer
+                            requests are computed twice where answers are long
+    checkpoint_interval     pages between the snapshots of a streaming answer, in models with recurrent states
     enable_prefix_caching   what a prompt shares with an earlier one is not computed again
     enable_lora             serve adapters
     max_logprobs            log-probabilities that a request may ask for of each token
@@ -84,6 +91,10 @@ class EngineConfig:
     store: str | None = None
     store_patience: float = 1.0
     cache_policy: str = "fcfs"
+    host_policy: str = "through"
+    max_overtaken: int = 128
+    headroom: int = 64
+    checkpoint_interval: int = 8
     enable_prefix_caching: bool = True
     max_logprobs: int = 20
     enable_lora: bool = False
@@ -103,6 +114,7 @@ class EngineConfig:
         one_of("dtype", self.dtype, DTYPES)
         one_of("load_format", self.load_format, LOAD_FORMATS)
         one_of("cache_policy", self.cache_policy, tuple(sorted(POLICIES)))
+        one_of("host_policy", self.host_policy, HOST_POLICIES)
         if not _DEVICE.fullmatch(self.device):
             raise ValueError(f'device must be "auto", "cpu" or "cuda", got {self.device!r:.60}')
         for name in ("max_num_seqs", "page_size", "max_loras", "max_lora_rank"):
@@ -115,6 +127,9 @@ class EngineConfig:
                 "max_logprobs must be a number here, got -1: the whole vocabulary is not told of each token"
             )
         whole_number("max_logprobs", self.max_logprobs, 0, MOST_LOGPROBS)
+        whole_number("max_overtaken", self.max_overtaken, 0, _MOST)
+        whole_number("headroom", self.headroom, 0, _MOST)
+        whole_number("checkpoint_interval", self.checkpoint_interval, 1, _MOST)
         whole_number("seed", self.seed, -(2**63), 2**63 - 1)
         if self.max_mixed_tokens is not None:
             whole_number("max_mixed_tokens", self.max_mixed_tokens, 0, _MOST)

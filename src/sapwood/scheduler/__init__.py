@@ -1,5 +1,5 @@
-"""Who runs next: a deterministic scheduler on the hybrid prefix cache. numpy and the standard library only; no clock,
-no I/O, no randomness."""
+"""Which request runs next: a deterministic scheduler on the hybrid prefix cache. numpy and the standard library only;
+no clock, no I/O, no randomness."""
 
 from .config import SchedulerConfig
 from .events import (

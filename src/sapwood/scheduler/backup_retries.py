@@ -1,7 +1,7 @@
-"""What the store is still owed: spans whose backup failed, was refused, or fell into an outage. They are offered again.
+"""Spans whose backup failed, was refused, or fell into an outage ("owed" to the store). They are offered again.
 
 Without it a span that was not kept is a hole: what is stored below it later can never be served. Time is counted in
-ticks. Nobody hammers a store that is unwell: after a failure one span at a time goes out, at growing distances, until
+ticks. A store that is unwell is not hammered: after a failure one span at a time goes out, at growing distances, until
 one gets through; and a span that is refused again and again, when others are not, is given up.
 """
 
@@ -15,7 +15,7 @@ from sapwood.cache import Span
 
 _MAX_SPANS = 1024  # spans remembered; beyond it the oldest is dropped, and counted
 _MAX_RETRIES_PER_PLAN = 4  # offered with a plan, so that what is new is not queued behind an outage
-_MAX_RETRIES_IN_FLIGHT = 16  # of them at a time: a store drops backups when its queue is full
+_MAX_RETRIES_IN_FLIGHT = 16  # retries at a time: a store drops backups when its queue is full
 _MAX_TRIES = 8  # times a span is offered
 _RETRY_TICKS = 100  # ticks until the next try after a failure; twice as many after each further one
 _MAX_RETRY_TICKS = 6400
@@ -49,7 +49,7 @@ class BackupRetries:
             insort(self._later, entry, key=lambda entry: entry[:2])
         else:
             self._now.append(entry)
-        if len(self) > _MAX_SPANS:  # who has waited longest goes; in a long outage this happens with every save
+        if len(self) > _MAX_SPANS:  # the oldest span goes; in a long outage this happens with every save
             if self._now:
                 self._now.popleft()
             else:
@@ -72,7 +72,7 @@ class BackupRetries:
         return taken
 
     def take_all(self) -> list[_Entry]:
-        """Everything, whatever the pauses: nobody will be here to offer it later."""
+        """Everything, whatever the pauses: the engine ends, and cannot offer it later."""
         taken = [*self._later, *self._now]
         self._later.clear()
         self._now.clear()
@@ -92,11 +92,11 @@ class BackupRetries:
         self._pause = 0
 
     def resume(self, ticks: int) -> None:
-        """It is said to be well again: see, with one span."""
+        """The store says that it is well again: try it with one span."""
         self._resume = ticks
 
     def failed(self, op: int, span: Span | None, ticks: int) -> None:
-        """A backup was not kept. `span`: what host has of it, if anybody could still find it."""
+        """A backup was not kept. `span`: what host has of it, if a request could still find it."""
         tries = self.trying.pop(op, 0) + 1
         self._pause = min(_MAX_RETRY_TICKS, 2 * self._pause or _RETRY_TICKS)
         self._resume = ticks + self._pause

@@ -1,4 +1,4 @@
-"""Who is here: every live request, where it stands, and what it holds. The only place where requests change hands."""
+"""All live requests: where each stands, and what it holds. The only place where requests get and lose their memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from .decode import UNKNOWN, DecodeRows
 from .events import Ended, Reason
 from .plan import Chunk
 from .prefetch import Prefetch
-from .queue import Queue
-from .request import DECODING, FETCHING, LOADING, PREFILLING, WAITING, Request
+from .request import DECODING, FETCHING, LOADING, PREFILLING, WAITING, Queue, Request
 from .tables import Tables
 from .transfers import Transfers
-
-_new = tuple.__new__  # a NamedTuple in a third of the time
 
 
 class PlanInFlight:
@@ -30,9 +27,9 @@ class PlanInFlight:
         self.generation = generation  # of the decode rows
         self.chunks = chunks
         self.doomed = False  # an earlier one has failed: whatever its event says, it counts as failed
-        self.retired: list[Request] = []  # its decode rows that no later plan has: with it they get their last token
-        self.seated: list[tuple[int, str]] = []  # slots whose new owners it told
-        self.left: list[Request] = []  # over, but their rows run: their slots go when the step is done
+        self.retired: list[Request] = []  # decode rows that get their last token with it: no later plan has them
+        self.seated: list[tuple[int, str]] = []  # slots with a new owner that it showed
+        self.left: list[Request] = []  # requests that are over while their rows run: their slots go with the step
 
     def rows(self) -> list[Request]:
         return self.decodes + [chunk.request for chunk in self.chunks]
@@ -42,11 +39,7 @@ class Book:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.cache = HybridPrefixCache(
-            config.page_size,
-            config.groups,
-            events=config.events,
-            enabled=config.prefix_caching,
-            ghost_bytes=config.ghost_bytes,
+            config.page_size, config.groups, events=config.events, enabled=config.prefix_caching
         )
         self.requests: dict[str, Request] = {}
         self.waiting = Queue()
@@ -58,7 +51,7 @@ class Book:
         self.prefetch = Prefetch(config, self.cache, self.waiting)
         self.step = 0  # of the last plan that has one
         self.flights: list[PlanInFlight] = []  # oldest first
-        self.ended: list[Ended] = []  # not told yet
+        self.ended: list[Ended] = []  # not reported yet
         self.owners: dict[Lease, Request] = {}
         self.counts = {"submitted": 0, "ended": 0, "retractions": 0, "sat_out": 0}
 
@@ -71,7 +64,7 @@ class Book:
         return live
 
     def holders(self) -> Iterator[Request]:
-        """Everybody who holds memory."""
+        """Requests that hold memory."""
         return iter(self.owners.values())
 
     def position(self, request: Request) -> int:
@@ -97,6 +90,12 @@ class Book:
 
     # ---- in
 
+    def match(self, request: Request) -> Match:
+        """What the cache could serve of what is known of a request."""
+        if request.reads:
+            return self.cache.match_prefix(request.binding, request.tokens, host=request.host)
+        return self.cache.match_nothing(request.binding, request.tokens)
+
     def admit(self, request: Request, match: Match, upto: int, keep: Reserve) -> bool:
         """Give a waiting request a lease and a slot, if there is room."""
         admitted = self.cache.admit(match, upto, writes=request.writes, keep=keep)
@@ -106,27 +105,27 @@ class Book:
         self.waiting.remove(request)
         request.lease = lease
         request.slot = self.tables.take_slot(request.id)
-        request.tried = None
+        request.refusal = None
         self.owners[lease] = request
         if self.prefetch.claims.of:
             self.prefetch.claims.drop(request)
         if lease.waits:
-            request.happens("admission to load")
+            request.change_phase("admission to load")
             near = match.path.device_closed(match.boundary) * self.cache.page_size
             request.loaded = max(0, lease.start - near)
             self.transfers.load(operation)
             self.loading.add(request)
         else:
-            request.happens("admission")
+            request.change_phase("admission")
             request.begins_at(lease.start)
             self.prefilling.add(request)
         return True
 
     def landed(self, landed: Landed) -> None:
-        """A load is over: who waited for it goes on, or, if it failed, waits to come in without host."""
+        """A load is over: requests that waited for it go on, or, if it failed, wait to be admitted without host."""
         for lease in landed.ready:
             request = self.owners[lease]
-            request.happens("its load")
+            request.change_phase("its load")
             self.loading.remove(request)
             request.begins_at(lease.start)
             self.prefilling.add(request)
@@ -137,7 +136,7 @@ class Book:
             self.retract(request)
 
     def join(self, request: Request, token: int) -> None:
-        """All that is known of it is computed: from now on it decodes."""
+        """All that is known of a request is computed: from now on it decodes."""
         self.prefilling.remove(request)
         self.decoding.join(request, token)
         request.since = self.step + 1
@@ -148,7 +147,7 @@ class Book:
         flight, decoding = self.flights[-1], self.decoding
         if flight.decodes:
             for request in decoding.retire():
-                request.happens("leaving the decodes")
+                request.change_phase("leaving the decodes")
                 request.position += 1
                 request.step = flight.step
                 self.prefilling.add(request)
@@ -160,7 +159,7 @@ class Book:
                     request.ahead = True
 
     def seat_again(self, seated: list[tuple[int, str]]) -> None:
-        """The plan that told of these owners has failed: those who still have their slots are told again."""
+        """The plan that showed these owners has failed: owners that still have their slots are shown again."""
         for slot, id in seated:
             request = self.requests.get(id)
             if request is not None and request.slot == slot:
@@ -172,17 +171,17 @@ class Book:
             self.decoding.drop(request)
         else:
             self.decoding.leave(request)
-        request.happens("leaving the decodes")
+        request.change_phase("leaving the decodes")
         self.prefilling.add(request)
 
     # ---- out
 
     def retract(self, request: Request) -> None:
-        """Take everything from a request that will come back with the tokens it has."""
+        """Take all memory from a request, which will come back with the tokens it has."""
         if request.phase is DECODING:
             self.sit_out(request)
         (self.loading if request.phase is LOADING else self.prefilling).remove(request)
-        request.happens("retraction")
+        request.change_phase("retraction")
         assert request.lease is not None and request.position == request.done
         self.transfers.offer([self.cache.retract(request.lease, b"", request.position, None)])
         self._let_go(request)
@@ -200,7 +199,7 @@ class Book:
         else:
             position, generated = request.done, request.generated
         reading = self.reading(request) if self.flights else None
-        request.happens("its end")
+        request.change_phase("its end")
         if phase is DECODING:
             self.decoding.drop(request)
         elif phase is WAITING:
@@ -227,12 +226,24 @@ class Book:
         self.cache.unbind(request.binding)
         del self.requests[request.id]
         self.counts["ended"] += 1
-        told = request.prompt, request.cached, request.computed, request.recomputed, generated
         loaded = min(request.loaded, request.cached)
-        self.ended.append(_new(Ended, (request.id, reason, *told, detail, loaded, min(request.fetched, loaded))))
+        self.ended.append(
+            Ended(
+                request.id,
+                reason,
+                request.prompt,
+                request.cached,
+                request.computed,
+                request.recomputed,
+                generated,
+                detail,
+                loaded,
+                min(request.fetched, loaded),
+            )
+        )
 
     def vacate(self, request: Request) -> None:
-        """Nothing reads its row any more."""
+        """No plan reads its row any more."""
         self.tables.give_slot(request.slot)
         request.slot = -1
 

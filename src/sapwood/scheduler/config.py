@@ -10,6 +10,8 @@ from sapwood.cache import CacheGroup, validate_groups, whole_number
 from .policy import POLICIES
 
 _MOST = 2**31 - 1
+_FETCH_TICKS_PER_PAGE = 1
+HOST_POLICIES = ("through", "evict")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,22 +23,20 @@ class SchedulerConfig:
     mixed_tokens         tokens computed in one step that has decode rows, which wait for all of them. With as many
                          decode rows or more, prompts get a page in each step. 0: max_batch_tokens
     max_loras            different adapters in one batch; 0: no cap
-    mixed                prefills and decodes in one batch, decodes first; else a batch is of one kind, prefills first
     overlap              plans that may be made while another runs: with 1, the next one before the tokens of the last
                          are known
     host_policy          "through": pages are written to host when they are computed; "evict": only a few at a time, of
                          those the device will lose next, once less than an eighth of it is free (a burst loses some).
-                         Without a group that keeps everything there is no telling, and it is "through"
-    policy               who comes in next, by name ("fcfs", "prefix")
+                         Without a group that keeps everything it is "through", since that cannot be foreseen
+    policy               which waiting request comes in next, by name ("fcfs", "prefix")
     max_tries            how often a request that fails alone is tried before it ends as `failed`
-    max_overtaken        how many later requests, more urgent ones too, may run before one that is ready and does not
-    headroom             tokens every running request can still write before a new one comes in
+    max_overtaken        how many later requests, more urgent ones too, may run before one that is ready and has no row
+    headroom             tokens that every running request can still write before a new one comes in
     checkpoint_interval  pages between the snapshots a decoding request leaves, where a group needs them
     store                look in a store for what neither device nor host has; every group needs host pages then
     prefetch_threshold   pages that must be missing here, and be there, for a fetch to be worth it
-    lookup_ticks         how long a request waits for the answer of the store,
-    fetch_ticks          and then for its pages,
-    page_ticks           and so much longer for each page
+    lookup_ticks         how long a request waits for the answer of the store
+    fetch_ticks          how long it waits then for its pages, and a tick more for each
     max_columns          how many pages wide the tables of a plan are, allocated once; longer requests are refused.
                          0: they grow with the longest request
     prefix_caching       False: nothing is found or kept; the interface stays the same
@@ -47,7 +47,6 @@ class SchedulerConfig:
     max_batch_tokens: int
     max_batch_size: int
     max_loras: int = 0
-    mixed: bool = True
     overlap: int = 0
     host_policy: str = "through"
     store: bool = False
@@ -59,10 +58,8 @@ class SchedulerConfig:
     headroom: int = 64
     checkpoint_interval: int = 8
     prefix_caching: bool = True
-    ghost_bytes: int = 1 << 20
     lookup_ticks: int = 100
     fetch_ticks: int = 1000
-    page_ticks: int = 1
     max_columns: int = 0
     mixed_tokens: int = 0
 
@@ -71,7 +68,6 @@ class SchedulerConfig:
             raise ValueError(f"groups must be a list of CacheGroup, got {self.groups!r:.60}")
         object.__setattr__(self, "groups", tuple(self.groups))
         validate_groups(self.page_size, tuple(self.groups))
-        whole_number("ghost_bytes", self.ghost_bytes, 0, 1 << 40)
         whole_number("max_batch_tokens", self.max_batch_tokens, 1, _MOST)
         whole_number("max_batch_size", self.max_batch_size, 1, 1 << 20)
         whole_number("max_loras", self.max_loras, 0, 1 << 20)
@@ -84,12 +80,11 @@ class SchedulerConfig:
         whole_number("checkpoint_interval", self.checkpoint_interval, 1, _MOST)
         whole_number("lookup_ticks", self.lookup_ticks, 1, _MOST)
         whole_number("fetch_ticks", self.fetch_ticks, 1, _MOST)
-        whole_number("page_ticks", self.page_ticks, 0, _MOST)
         whole_number("max_columns", self.max_columns, 0, 1 << 24)
-        for field in ("mixed", "store", "events", "prefix_caching"):
+        for field in ("store", "events", "prefix_caching"):
             if not isinstance(getattr(self, field), bool):
                 raise ValueError(f"{field} must be True or False, got {getattr(self, field)!r:.60}")
-        if self.host_policy not in ("through", "evict"):
+        if self.host_policy not in HOST_POLICIES:
             raise ValueError(f'host_policy must be "through" or "evict", got {self.host_policy!r:.60}')
         if self.policy not in POLICIES:
             raise ValueError(f"policy must be one of {', '.join(sorted(POLICIES))}, got {self.policy!r:.60}")
@@ -100,3 +95,7 @@ class SchedulerConfig:
                     "store must be False unless every group has host pages, through which its pages come and go; "
                     f"{bare[0]!r:.60} has none, got True"
                 )
+
+    def fetch_patience(self, pages: int) -> int:
+        """Ticks that a request waits for so many pages from the store."""
+        return self.fetch_ticks + _FETCH_TICKS_PER_PAGE * pages

@@ -1,16 +1,17 @@
 """The rows that decode, as arrays. A step touches a request's object only when it crosses a page, joins or ends.
 
-Rows are compact: when one leaves, the last takes its place. Every row advances in every decode step (who cannot leaves
-the arrays), so what will happen to a row and when is known when it joins, and nothing is compared step by step:
+Rows are compact: when one leaves, the last takes its place. Every row advances in every decode step (a row that
+cannot leaves the arrays), so what will happen to a row and when is known when it joins, and nothing is compared step by
+step:
 
     crossing[(-tick) % page]   rows that stand at a page end after `tick` steps: their page is full, they need a new one
     ending[tick]               rows that reach their last token with that step
     waking[tick]               rows whose eos tokens count from that step on
 
 Not even positions are counted up: a row's is its `lead` plus the number of decode steps. Those planned (`planned`) say
-where the next plan begins and who needs a page; those done (`tick`) say which tokens are known. While steps are in
-flight the first is ahead of the second, and a plan shows -1 for tokens that are not known yet. The rows here are those
-of the next plan; each flight remembers its own.
+where the next plan begins and which rows need a page; those done (`tick`) say which tokens are known. While steps are
+in flight the first is ahead of the second, and a plan shows -1 for tokens that are not known yet. The rows here are
+those of the next plan; each flight remembers its own.
 
 The newest tokens of a row lie in a ring of page_size + 2 columns, a page, the newest one and one on its way; the column
 of a step is the same for all rows.
@@ -27,8 +28,7 @@ from .request import DECODING, Request
 
 Ints = npt.NDArray[np.int32]
 SLOT, CACHED, _LEAD, _FINAL = range(4)
-LENGTH, STARTS = _LEAD, _FINAL  # what a plan shows in the place of these
-_new = tuple.__new__  # a NamedTuple in a third of the time
+LENGTH, STARTS = _LEAD, _FINAL  # what a plan shows in their place
 _NO_TOKEN = -2  # no token, and not UNKNOWN either
 UNKNOWN = -1  # a token that a plan in flight samples
 _POSITIONS_AHEAD_STEPS = 16  # steps for which the rows' positions are counted out in one go
@@ -39,7 +39,7 @@ _LOOP_MAX_ROWS = 8  # up to so many rows a loop beats numpy
 
 
 class Shown(NamedTuple):
-    """What a plan tells of the rows, row by row, and keeps."""
+    """What a plan shows of the rows, row by row, and keeps."""
 
     ids: list[str]
     slots: Ints
@@ -89,7 +89,7 @@ class DecodeRows:
     # ---- what a plan shows
 
     def shown(self) -> Shown:
-        """What stays the same while nobody joins or leaves."""
+        """What stays the same while no row joins or leaves."""
         if self._shown is None:
             n = self.count
             fixed = self._fields[:, :n].astype(np.int32)  # one call for all: small arrays cost what calls cost
@@ -97,18 +97,15 @@ class DecodeRows:
             # Positions are small; a lead is not, after so many steps, and what is in `fixed` of it means nothing.
             self._base: Ints = (self._fields[_LEAD, :n] + self.planned).astype(np.int32)
             fixed[LENGTH] = 1
-            self._shown = _new(
-                Shown,
-                (
-                    self.ids.copy(),
-                    fixed[SLOT],
-                    fixed[CACHED],
-                    fixed[LENGTH],
-                    fixed,
-                    self._true[:n].copy(),
-                    [request.adapter for request in self.requests] if self.adapters else [None] * n,
-                    self._unknown[:n].copy(),
-                ),
+            self._shown = Shown(
+                self.ids.copy(),
+                fixed[SLOT],
+                fixed[CACHED],
+                fixed[LENGTH],
+                fixed,
+                self._true[:n].copy(),
+                [request.adapter for request in self.requests] if self.adapters else [None] * n,
+                self._unknown[:n].copy(),
             )
         return self._shown
 
@@ -127,8 +124,8 @@ class DecodeRows:
         return starts
 
     def tokens(self) -> Ints:
-        """The token that each row computes next. If a decode step is in flight, everybody's is on its way: who was not
-        a row of it has joined ahead."""
+        """The token that each row computes next. If a decode step is in flight, the tokens of all rows are on their
+        way: a row that it does not have has joined ahead."""
         if self.planned > self.tick:
             return self.shown().unknown
         return self._ring[: self.count, self.tick % self._columns].copy()
@@ -159,13 +156,13 @@ class DecodeRows:
 
     def join(self, request: Request, token: int) -> None:
         """A request that knows `tokens` and has just yielded `token` will compute that one next. UNKNOWN: it is on its
-        way, and `arrives` tells it."""
+        way, and `arrives` will bring it."""
         row = self.count
         if row == len(self._ring):
             self._make_room()
         size, tick = self.page_size, self.planned
         position = len(request.tokens) // 4
-        request.happens("joining the decodes")
+        request.change_phase("joining the decodes")
         request.row = row
         request.column = -(-position // size)
         request.pages = []
@@ -179,10 +176,10 @@ class DecodeRows:
         self.crossing[lead % size][request] = None
         generated = position + 1 - request.prompt
         ends = request.ends = tick + request.max_tokens - generated
-        foreseen = self.ending.get(ends)
-        if foreseen is None:
-            foreseen = self.ending[ends] = {}
-        foreseen[request] = None
+        scheduled = self.ending.get(ends)
+        if scheduled is None:
+            scheduled = self.ending[ends] = {}
+        scheduled[request] = None
         if request.eos:
             wakes = tick + max(1, request.min_tokens - generated)
             if wakes == self.tick + 1:
@@ -227,7 +224,7 @@ class DecodeRows:
         return retired
 
     def drop(self, request: Request) -> None:
-        """Take out a row of a request that is over: nobody will ask for its tokens."""
+        """Take out a row of a request that is over: its tokens will not be asked for."""
         row, last = request.row, self.count - 1
         del self.crossing[request.lead % self.page_size][request]
         if request.ends > self.tick:
@@ -256,13 +253,13 @@ class DecodeRows:
         self._forget()
 
     @staticmethod
-    def _cancel_scheduled(foreseen: dict[int, dict[Request, None]], tick: int, request: Request) -> None:
-        """What was to happen to it will not: nothing keeps a request that is over."""
-        there = foreseen.get(tick)
+    def _cancel_scheduled(scheduled: dict[int, dict[Request, None]], tick: int, request: Request) -> None:
+        """Forget an event that was scheduled: nothing keeps a request that is over."""
+        there = scheduled.get(tick)
         if there is not None:
             there.pop(request, None)
             if not there:
-                del foreseen[tick]
+                del scheduled[tick]
 
     def _make_room(self) -> None:
         rows = min(self._rows, max(64, 2 * len(self._ring)))

@@ -1,4 +1,4 @@
-"""What the engine tells the scheduler, and what it is told of the ends of requests."""
+"""Events: what the engine reports to the scheduler; and `Ended`, what it gets for every request in the end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Nobody wants this request any more."""
+    """This request is not wanted any more."""
 
     id: str
 
@@ -64,8 +64,8 @@ class SaveDone:
 class LookupDone:
     """The store was asked for the pages of a lookup. `pages`: how many of them, from the first on, it could serve so
     that every group can begin behind them (a window needs its last pages there, a state its snapshot).
-    `cache.servable_run(lookup.start_page, there)` tells it; `there` says by group, one entry for each of the lookup's
-    hashes, what the store has. 0 if it has nothing or does not answer."""
+    `cache.servable_run(lookup.start_page, there)` computes it; `there` is what the store has, by group, one entry for
+    each of the lookup's hashes. 0 if it has nothing or does not answer."""
 
     op: int
     pages: int
@@ -93,7 +93,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class StoreUp:
-    """Whether the store answers; it does until told otherwise. While it does not, nothing new is asked of it; what
+    """Whether the store answers; without such an event it does. While it does not, nothing new is asked of it; what
     comes to host meanwhile is backed up when it does, if host still has it then."""
 
     up: bool

@@ -15,7 +15,7 @@ from .config import SchedulerConfig
 from .events import ProtocolError, StepDone, StepFailed
 from .plan import Chunk
 from .planner import Planner
-from .request import DECODING, ENDED, LOADING, PREFILLING, Request
+from .request import DECODING, ENDED, LOADING, Request
 
 _MAX_TOKEN = 2**31 - 1
 _LOOP_MAX_TOKENS = 512
@@ -29,7 +29,6 @@ class Outcome:
         self.cache = book.cache
         self.planner = planner
         self.slides = book.cache.slides
-        self.apart = not config.mixed
         self.counts = {"steps": 0, "steps_failed": 0}
 
     # ---- done
@@ -52,9 +51,6 @@ class Outcome:
             crossed = decoding.advance(flight.decodes, flight.generation, tokens[:decodes])
             if crossed or retired:
                 self._publish(crossed, retired, flight.step)
-            if self.apart:
-                for request in flight.decodes:
-                    request.overtaken = 0
         for request, start, end, _, _ in flight.chunks:
             if request.lease is not None:
                 request.computes(start, end)
@@ -121,7 +117,7 @@ class Outcome:
                 self._yields(request, token)
 
     def _yields(self, request: Request, token: int) -> None:
-        """A request that is none of the decode rows has one more token, and may be over with it."""
+        """A request that is not in the decode rows has one more token, and may be over with it."""
         request.tokens += token.to_bytes(4, "little")
         if request.generated >= request.min_tokens and token in request.eos:
             self.book.end(request, "stop")
@@ -137,8 +133,8 @@ class Outcome:
                 live.append(request)
                 positions.append(book.position(request))
         leases: list[Any] = [request.lease for request in live]
-        for group, (who, columns) in self.cache.slide_rows(leases, positions).items():
-            book.tables.clear(group, [live[i].slot for i in who], columns)
+        for group, (rows, columns) in self.cache.slide_rows(leases, positions).items():
+            book.tables.clear(group, [live[row].slot for row in rows], columns)
 
     def _tokens(self, flight: PlanInFlight, given: object) -> npt.NDArray[Any]:
         """The tokens of the rows that sample, in row order; ProtocolError if they are not exactly those."""
@@ -184,8 +180,8 @@ class Outcome:
     # ---- failed
 
     def failed(self, event: StepFailed) -> None:
-        """Everybody in the step goes back, and in the plans made on top of it. The rows of the step are tried again in
-        halves, until the culprit is alone; or, if culprits are known, these alone and the others together."""
+        """All rows of the step go back, and those of the plans made on top of it. The rows of the step are tried again
+        in halves, until the culprit is alone; or, if culprits are known, these alone and the others together."""
         book, planner = self.book, self.planner
         flight = self._flight(event)
         culprits = self._culprits(event)
@@ -221,23 +217,19 @@ class Outcome:
 
     def _withdraw(self, rows: list[Request], fallen: list[Lease]) -> None:
         """What was planned is taken back: from the rows of a step that failed, from those of the plans in flight behind
-        it, and from whoever had adopted what these promised."""
+        it, and from requests that had adopted what these promised."""
         book = self.book
         for later in book.flights:
             later.doomed = True
             rows = [*rows, *[request for request in later.rows() if request.phase is not ENDED]]
-        for request in dict.fromkeys(rows):
-            if request.phase is DECODING:
-                book.sit_out(request)
-            assert request.lease is not None and request.phase is PREFILLING
-            self._fall(request)
-        for request in [book.owners[lease] for lease in fallen if lease in book.owners]:
+        adopted = [book.owners[lease] for lease in fallen if lease in book.owners]
+        for request in dict.fromkeys([*rows, *adopted]):
             if request.phase is LOADING:  # the pages before those it waits for are gone
                 book.retract(request)
-            elif request not in rows:
-                if request.phase is DECODING:
-                    book.sit_out(request)
-                self._fall(request)
+                continue
+            if request.phase is DECODING:
+                book.sit_out(request)
+            self._fall(request)
         book.decoding.withdrawn()
         book.tables.show_all()
 

@@ -11,11 +11,11 @@ import numpy.typing as npt
 
 from sapwood.cache import Operation, PageCopy, StoreOperation
 
-from .changes import Changes, Everything, Told
 from .decode import CACHED, LENGTH, SLOT, STARTS, DecodeRows
 from .events import Ended
 from .prefetch import Lookup
 from .request import Request
+from .tables import AllEntries, ChangedEntries, ChangeLog
 
 Ints = npt.NDArray[np.int32]
 
@@ -68,8 +68,8 @@ class Plan:
 
     changes  by group (places, values): the table entries, by slot * columns + column, that differ from what the last
              plan with rows showed (at first all are 0). After a StepFailed, and when tables have grown, all of them
-    seated   (slot, id) of slots with a new owner since then: what an executor keeps by slot begins anew there. Told
-             again if the plan that told it has failed
+    seated   (slot, id) of slots with a new owner since then: what an executor keeps by slot begins anew there. Shown
+             again if the plan that showed it has failed
     """
 
     step: int | None = None
@@ -84,15 +84,15 @@ class Plan:
     ended: list[Ended] = field(default_factory=list)
     wake_in: int | None = None
     seated: list[tuple[int, str]] = field(default_factory=list)
-    _written: Changes | Everything | None = None
-    _told: Told | None = None
+    _log: ChangeLog | AllEntries | None = None
+    _changes: ChangedEntries | None = None
 
     @property
-    def changes(self) -> Told:
+    def changes(self) -> ChangedEntries:
         """Made when it is read for the first time; later plans do not change it."""
-        if self._told is None:
-            self._told = self._written.told() if self._written is not None else {}
-        return self._told
+        if self._changes is None:
+            self._changes = self._log.entries() if self._log is not None else {}
+        return self._changes
 
     @property
     def empty(self) -> bool:
@@ -100,7 +100,7 @@ class Plan:
 
 
 def decode_batch(rows: DecodeRows, groups: list[str]) -> Batch:
-    """All decode rows, and nobody else."""
+    """All decode rows, and no chunks."""
     ids, slots, cached, lengths, _, samples, adapters, _ = rows.shown()
     starts, tokens = rows.starts(), rows.tokens()
     write_from = dict.fromkeys(groups, starts)
@@ -111,19 +111,28 @@ def decode_batch(rows: DecodeRows, groups: list[str]) -> Batch:
 def batch_of(rows: DecodeRows | None, chunks: list[Chunk], groups: list[str]) -> Batch:
     """The decode rows, if they take part, and then the chunks. Small arrays cost what calls cost: so all numbers are
     made in one."""
-    requests, starts, ends, sampling, begins = zip(*chunks, strict=True)
-    numbers = [request.slot for request in requests]
-    numbers += [request.cached for request in requests]
-    numbers += [end - start for start, end in zip(starts, ends, strict=True)]
+    ids: list[str] = []
+    adapters: list[bytes | None] = []
+    numbers, cached, lengths, starts, sampling, pieces = array("i"), array("i"), array("i"), array("i"), [], []
+    for request, start, end, yields, _ in chunks:
+        ids.append(request.id)
+        adapters.append(request.adapter)
+        numbers.append(request.slot)
+        cached.append(request.cached)
+        lengths.append(end - start)
+        starts.append(start)
+        sampling.append(yields)
+        pieces.append(request.tokens[4 * start : 4 * end])
+    numbers += cached
+    numbers += lengths
     numbers += starts
     for name in groups:
-        numbers += [begin[name] for begin in begins]
+        for chunk in chunks:
+            numbers.append(chunk.write_from[name])
     n, generation, mine = 0, 0, len(chunks)
-    ids, adapters = [request.id for request in requests], [request.adapter for request in requests]
     samples = np.array(sampling, np.bool_)
-    raw = b"".join([request.tokens[4 * start : 4 * end] for request, start, end, _, _ in chunks])
-    tokens: Ints = np.frombuffer(raw, np.int32)
-    fields: Ints = np.frombuffer(array("i", numbers), np.int32).reshape(-1, mine)
+    tokens: Ints = np.frombuffer(b"".join(pieces), np.int32)
+    fields: Ints = np.frombuffer(numbers, np.int32).reshape(-1, mine)
     if rows is not None and rows.count:
         n, generation = rows.count, rows.generation
         theirs = rows.shown()
@@ -134,6 +143,18 @@ def batch_of(rows: DecodeRows | None, chunks: list[Chunk], groups: list[str]) ->
         fields = both
         ids, adapters = theirs.ids + ids, theirs.adapters + adapters
         tokens, samples = np.concatenate([rows.tokens(), tokens]), np.concatenate([theirs.samples, samples])
-    slots, cached, lengths, first = fields[SLOT], fields[CACHED], fields[LENGTH], fields[STARTS]
-    write_from = {name: fields[at] for at, name in enumerate(groups, STARTS + 1)}
-    return Batch(ids, slots, first, lengths, tokens, cached, samples, write_from, adapters, n, generation)
+    rows_of = list(fields)
+    write_from = dict(zip(groups, rows_of[STARTS + 1 :], strict=True))
+    return Batch(
+        ids,
+        rows_of[SLOT],
+        rows_of[STARTS],
+        rows_of[LENGTH],
+        tokens,
+        rows_of[CACHED],
+        samples,
+        write_from,
+        adapters,
+        n,
+        generation,
+    )

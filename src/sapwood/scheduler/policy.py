@@ -1,4 +1,5 @@
-"""Who comes in next. A policy orders the requests that wait; the planner admits whoever fits, in that order."""
+"""Which request comes in next. A policy orders the requests that wait; the planner admits those that fit, in that
+order."""
 
 from __future__ import annotations
 
@@ -13,10 +14,11 @@ Peek = Callable[["Request"], int]
 
 
 class Policy(Protocol):
-    """`waiting` comes in order of urgency, then arrival. `peek` tells how many tokens of a request are cached now."""
+    """`waiting` comes in order of urgency, then arrival. `peek` counts the tokens of a request that are cached now."""
 
     def order(self, waiting: Sequence[Request], overdue: int, peek: Peek) -> Iterable[Request]:
-        """Whom to try first. A request that `overdue` later ones have overtaken must not be overtaken again."""
+        """The order in which they are tried. A request that `overdue` later ones have overtaken must not be overtaken
+        again."""
 
 
 class Fcfs:
@@ -29,7 +31,7 @@ class Fcfs:
 class Prefix:
     """Within a priority, what is cached goes first: it costs least now, and might be evicted while it waits."""
 
-    LOOK: ClassVar[int] = 256  # how many of those that wait it weighs; the others keep their order behind them
+    LOOK: ClassVar[int] = 256  # waiting requests that it weighs; the others keep their order behind them
 
     def order(self, waiting: Sequence[Request], overdue: int, peek: Peek) -> Iterable[Request]:
         def place(request: Request) -> tuple[int, int, int]:

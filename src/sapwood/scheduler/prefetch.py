@@ -6,10 +6,10 @@
                       |                    |                    too small     |
                       +------- else -------+---- too late, failed: -----------+----> the request waits to come in
 
-A request that is fetching holds nothing of the device; whoever is behind it goes on. An operation belongs to the cache,
-not to those who wait for it: they may end or lose patience, and it still keeps its pages until its event comes. What it
-brings stays on host for them until they come in (`claims.py`). What host has been given is backed up, and offered
-again where that failed (`backup_retries.py`).
+A request that is fetching holds nothing of the device; requests behind it go on. An operation belongs to the cache, not
+to the requests that wait for it: they may end or time out, and it still keeps its pages until its event comes. What it
+brings stays on host for them until they come in (`Claims`). What host has been given is backed up, and offered again
+where that failed (`backup_retries.py`).
 """
 
 from __future__ import annotations
@@ -24,18 +24,17 @@ import numpy as np
 from sapwood.cache import Binding, HybridPrefixCache, Namespace, Span, StoreOperation
 
 from .backup_retries import BackupRetries
-from .claims import Claims
 from .config import SchedulerConfig
 from .events import BackupDone, FetchDone, LookupDone, ProtocolError
-from .queue import Queue
-from .request import WAITING, Request
+from .request import WAITING, Queue, Request
 
 _NEVER = 1 << 62  # while an operation waits for its plan
+_MAX_CLAIMS_PER_PLAN = 8  # claims looked at again before a plan: a walk of the tree each
 
 
 class Lookup(NamedTuple):
-    """Ask the store: how many of these pages, from the first on, could it serve? (`cache.servable_run` tells what of
-    each group that takes.)"""
+    """Ask the store: how many of these pages, from the first on, could it serve? (`cache.servable_run` knows what
+    that takes of each group.)"""
 
     op: int
     namespace: Namespace
@@ -43,8 +42,80 @@ class Lookup(NamedTuple):
     hashes: list[bytes]
 
 
+class _Claim:
+    __slots__ = ("pin", "short", "tries", "upto")
+
+    def __init__(self, upto: int) -> None:
+        self.upto = upto  # pages of the prompt
+        self.pin = 0  # its number in the cache; 0: nothing is held
+        self.short = False  # the limit allows no more
+        self.tries = 0
+
+
+class Claims:
+    """What was fetched for a request that waits stays on host until it comes in. Which request has how much is decided
+    here; the cache holds the pages, and only so many for all claims together. Claims go by the order of the queue: an
+    earlier request may take those of later ones, and what is let go of is given to claims that have too little, before
+    the next plan."""
+
+    def __init__(self, cache: HybridPrefixCache) -> None:
+        self.cache = cache
+        self.of: dict[Request, _Claim] = {}
+        self.changed = False  # pages were let go of, or host got some: claims that lack pages may find them
+
+    @property
+    def held(self) -> int:
+        """How many requests have pages that stay on host."""
+        return sum([claim.pin > 0 for claim in self.of.values()])
+
+    def make(self, request: Request, upto: int) -> None:
+        """Host has the first `upto` pages of its prompt, and is to have them when it comes in."""
+        self.drop(request)
+        claim = self.of[request] = _Claim(upto)
+        self._hold(request, claim)
+        taken: list[Request] = []
+        while claim.short and (other := self._last_behind(request)) is not None:
+            taken.append(other)
+            self._let_go(self.of[other])
+            self._hold(request, claim)
+        for other in reversed(taken):  # what it did not need after all
+            self._hold(other, self.of[other])
+
+    def drop(self, request: Request) -> None:
+        """It has come in, where a load or its lease holds what it needs; or it is over."""
+        claim = self.of.pop(request, None)
+        if claim is not None:
+            self._let_go(claim)
+            self.changed = True
+
+    def look_again(self) -> None:
+        """Before a plan: claims that have too little may get more now."""
+        self.changed = False
+        lacking = [(claim.tries, request.key, request) for request, claim in self.of.items() if _lacks(claim)]
+        for _, _, request in sorted(lacking)[:_MAX_CLAIMS_PER_PLAN]:
+            self.of[request].tries += 1
+            self._hold(request, self.of[request])
+
+    def _hold(self, request: Request, claim: _Claim) -> None:
+        self._let_go(claim)
+        claim.pin, claim.short = self.cache.pin_on_host(request.binding, request.tokens, claim.upto)
+
+    def _let_go(self, claim: _Claim) -> None:
+        self.cache.unpin_on_host(claim.pin)
+        claim.pin, claim.short = 0, True
+
+    def _last_behind(self, request: Request) -> Request | None:
+        """Of the requests behind it in the queue, the last one that has a pin."""
+        behind = [other for other, claim in self.of.items() if claim.pin and other.key > request.key]
+        return max(behind, key=lambda other: other.key, default=None)
+
+
+def _lacks(claim: _Claim) -> bool:
+    return claim.short or not claim.pin
+
+
 class _Search:
-    """One lookup, and then perhaps one fetch, for everybody who lacks the same pages."""
+    """One lookup, and then perhaps one fetch, for all requests that lack the same pages."""
 
     __slots__ = ("cut", "deadline", "first", "hashes", "left", "pages", "seeker", "waiters")
 
@@ -55,8 +126,8 @@ class _Search:
         self.deadline = _NEVER
         self.cut = False  # it asks again, for what host can take
         self.pages = 0  # that are fetched, once they are
-        self.waiters: dict[Request, bool] = {}  # and whether each has looked before, and joined another then
-        self.left: list[Request] = []  # waited too long; what comes is of use to them if they have not come in by then
+        self.waiters: dict[Request, bool] = {}  # whether each has looked before, and joined another search then
+        self.left: list[Request] = []  # waited too long; what comes is of use to those that still wait by then
 
 
 class Prefetch:
@@ -67,7 +138,7 @@ class Prefetch:
         self.claims = Claims(cache)
         self.ticks = 0
         self.up = True  # whether the store answers
-        self.fresh: list[Request] = []  # have not been looked at
+        self.fresh: list[Request] = []  # new requests, for which nothing was looked up yet
         self.lookups: list[Lookup] = []  # for the next plan
         self.fetches: list[StoreOperation] = []
         self.backups: list[StoreOperation] = []
@@ -75,8 +146,8 @@ class Prefetch:
         self.fetching: dict[int, _Search] = {}
         self.backing: set[int] = set()
         self.owed = BackupRetries()
-        self.by_hash: dict[bytes, _Search] = {}  # first missing page -> who is after it
-        self.seeking: dict[Request, _Search] = {}  # who waits for what
+        self.by_hash: dict[bytes, _Search] = {}  # by the first missing page
+        self.seeking: dict[Request, _Search] = {}  # what each request waits for
         self.counts = {"lookups": 0, "joined": 0, "hits": 0, "shortened": 0, "late": 0}
 
     @property
@@ -97,7 +168,7 @@ class Prefetch:
             self.fresh.append(request)
 
     def look(self) -> None:
-        """Before a plan: what do those who came since the last one lack?"""
+        """Before a plan: look up what requests lack that came since the last one."""
         fresh, self.fresh = self.fresh, []
         for request in fresh:
             if request.phase is WAITING:
@@ -116,7 +187,7 @@ class Prefetch:
             search = self.by_hash[missing.hashes[0]] = _Search(request, missing.first, missing.hashes)
             self._look_up(search)
         self.waiting.remove(request)
-        request.happens("looking in the store")
+        request.change_phase("looking in the store")
         search.waiters[request] = again
         self.seeking[request] = search
 
@@ -133,14 +204,14 @@ class Prefetch:
             self.looking[lookup.op].deadline = self.ticks + self.config.lookup_ticks
         for fetch in self.fetches:
             search = self.fetching[fetch.op]
-            search.deadline = self.ticks + self.config.fetch_ticks + self.config.page_ticks * search.pages
+            search.deadline = self.ticks + self.config.fetch_patience(search.pages)
         taken = self.lookups, self.fetches, self.backups
         self.lookups, self.fetches, self.backups = [], [], []
         return taken
 
     def wake_in(self) -> int | None:
-        """Ticks until somebody has waited long enough, or something can be offered to the store again; None if there is
-        nobody and nothing."""
+        """Ticks until a request has waited long enough, or a span can be offered to the store again; None if there is
+        neither."""
         deadlines = [search.deadline for search in self.seeking.values()]
         wakes = [max(1, min(deadlines) - self.ticks)] if deadlines else []
         again = self.owed.wake_in(self.ticks) if self.up else None
@@ -151,7 +222,7 @@ class Prefetch:
     # ---- events
 
     def tick(self, n: int) -> None:
-        """Time passes. Who has waited long enough computes; the operation goes on and keeps what it has."""
+        """Time passes. A request that has waited long enough computes; the operation goes on and keeps what it has."""
         self.ticks += n
         if not self.seeking:
             return
@@ -198,7 +269,7 @@ class Prefetch:
 
     @staticmethod
     def _asking(search: _Search) -> Binding | None:
-        """The binding of somebody who waits and could find what comes. The one who asked may have ended meanwhile."""
+        """The binding of a request that waits and could find what comes. The first seeker may have ended meanwhile."""
         return next((request.binding for request in search.waiters if request.binding.attached), None)
 
     def _look_up_fewer(self, search: _Search, pages: int) -> None:
@@ -215,7 +286,7 @@ class Prefetch:
         self._pages(event, search.pages)
         del self.fetching[event.op]
         waiting = [*search.waiters, *(request for request in search.left if request.phase is WAITING and request.host)]
-        wanted = bool(waiting) or event.pages == search.pages  # a part of it is of use to those who wait alone
+        wanted = bool(waiting) or event.pages == search.pages  # a part of it is of use to waiting requests alone
         landed = self.cache.fetch_done(event.op, event.ok and wanted, event.pages)
         reached = search.first + event.pages if landed else 0
         for request in sorted(waiting, key=attrgetter("key")) if reached else ():
@@ -224,7 +295,7 @@ class Prefetch:
         self._over(search, reached)
 
     def back_up(self, span: Span | None) -> None:
-        """Host has these pages now: so shall the store."""
+        """Host has these pages now: back them up to the store."""
         if not self.config.store or span is None:
             return
         self.claims.changed = True
@@ -276,7 +347,7 @@ class Prefetch:
         else:
             self.owed.failed(event.op, span, self.ticks)
 
-    # ---- those who wait
+    # ---- requests that wait
 
     def forget(self, request: Request) -> None:
         """A request that was fetching is over. What is under way for it goes on."""
@@ -286,13 +357,14 @@ class Prefetch:
             self._leave(search)
 
     def _over(self, search: _Search, reached: int = 0) -> None:
-        """Everybody who waited for it comes in as any other, at the place where they were. But who had joined, and goes
-        its own way from page `reached` or before, has not asked for its own pages yet. It does so once."""
+        """All requests that waited for it are waiting again, at their old places in the queue. One that had joined, and
+        whose prompt parts from the seeker's at page `reached` or before, has not asked for its own pages yet: it does
+        so now, once."""
         self._leave(search)
         waiters, search.waiters = search.waiters, {}
         for request in waiters:
             del self.seeking[request]
-            request.happens("the store's last word")
+            request.change_phase("the store's last word")
             self.waiting.add(request)
         for request, again in waiters.items() if reached else ():
             if (
@@ -303,7 +375,7 @@ class Prefetch:
                 self._look_for(request, True)
 
     def _parts(self, ours: bytes, theirs: bytes, reached: int) -> bool:
-        """Whether our prompt goes on with pages of its own, from `reached` or an earlier page on."""
+        """Whether a prompt goes on with pages of its own, from page `reached` or an earlier one on."""
         size = 4 * self.config.page_size
         common = min(len(ours), len(theirs))
         differ = (np.frombuffer(ours, np.int32, common // 4) != np.frombuffer(theirs, np.int32, common // 4)).nonzero()[

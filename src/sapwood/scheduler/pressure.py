@@ -1,9 +1,9 @@
 """When pages run out. In order: evict (the cache does that by itself); let a row that cannot grow sit out a plan; then
-retract somebody: the least urgent, and of those the latest to arrive. Who was passed over too often is given up only
-for one that was too, and came earlier.
+retract a request: the least urgent, and of those the latest to arrive. An overdue request is retracted only for an
+older overdue one.
 
-All of it happens before the first row of a plan is made. Nobody sits out or is retracted while a plan is in flight: so
-nobody who is in a plan ever is.
+All of it happens before the first row of a plan is made, and only while no plan is in flight. So no request that is in
+a plan ever sits out or is retracted.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _MAX_PLANS_WAITED = 8  # plans that a row sits out while transfers are under way
 class Pressure:
     def __init__(self, book: Book) -> None:
         self.book = book
-        self.most = book.config.max_overtaken
+        self.max_overtaken = book.config.max_overtaken
 
     def rank(self, request: Request) -> tuple[int, int, int]:
         """Whose memory goes last: the overdue by arrival, then by urgency and arrival."""
-        if request.overtaken >= self.most:
+        if request.overtaken >= self.max_overtaken:
             return 0, request.arrival, 0
         return 1, request.priority, request.arrival
 
     def relieve(self) -> None:
-        """Those who sat out the last plan and still cannot grow: somebody less urgent makes room."""
+        """For requests that sat out the last plan and still cannot grow: less urgent ones make room."""
         for request in sorted([r for r in self.book.prefilling.items if r.sat_out], key=self.rank):
             if request.lease is None:
                 continue  # retracted for the sake of one before it
@@ -44,7 +44,7 @@ class Pressure:
         return not rows or self._grow(rows)
 
     def let_sit_out(self) -> None:
-        """A page for the first of the decode rows that need one. Who gets none sits out."""
+        """A page for the first of the decode rows that need one. Rows that get none sit out."""
         book = self.book
         for row in sorted(book.decoding.standing, key=self.rank):
             if not self._grow([row]):
@@ -61,8 +61,8 @@ class Pressure:
         return True
 
     def break_deadlock(self) -> bool:
-        """Nobody who holds memory can go on: the least urgent gives up what it has. False if there is nobody, or if
-        transfers are under way that will free memory or let somebody go on."""
+        """No request that holds memory can go on: the least urgent gives up what it has. False if none holds any, or
+        if transfers are under way that will free memory or let a request go on."""
         if self.book.transfers.pending:
             return False
         victim = self._victim(None)
@@ -76,7 +76,7 @@ class Pressure:
         return self.book.cache.growable(request.lease, request.position + 1) > request.position
 
     def _victim(self, needy: Request | None) -> Request | None:
-        """The least urgent, then the latest, of those behind `needy` whose memory would help anybody."""
+        """The least urgent, then the latest, of the requests behind `needy` whose memory would help at all."""
         holders = sorted(self.book.holders(), key=self.rank, reverse=True)
         behind = [r for r in holders if needy is None or self.rank(r) > self.rank(needy)]
         for request in behind:

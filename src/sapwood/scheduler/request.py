@@ -1,10 +1,12 @@
-"""A request: what was asked, what is known of it, and the table of what can happen to it."""
+"""A request: what was asked, what is known of it, the table of its phases; and a queue of requests."""
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from operator import attrgetter
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +18,7 @@ from .events import ProtocolError
 _MOST = 2**31 - 1
 _MOST_EOS = 64
 _DEFAULT = Namespace()
+_key = attrgetter("key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ PREFILLING: Final = "prefilling"  # holds a lease; has more than its last token 
 DECODING: Final = "decoding"  # one token in every step
 ENDED: Final = "ended"
 
-# (phase, what happens) -> phase. What is not here cannot happen.
+# (phase, event) -> phase. What is not here cannot happen.
 _NEXT = {
     (WAITING, "looking in the store"): FETCHING,
     (FETCHING, "the store's last word"): WAITING,
@@ -68,8 +71,16 @@ _NEXT = {
     (DECODING, "its end"): ENDED,
 }
 _AFTER: dict[str, dict[str, str]] = {ENDED: {}}
-for (_before, _what), _after in _NEXT.items():
-    _AFTER.setdefault(_before, {})[_what] = _after
+for (_before, _event), _after in _NEXT.items():
+    _AFTER.setdefault(_before, {})[_event] = _after
+
+
+class LastRefusal(NamedTuple):
+    """When a request did not fit, and what there was then."""
+
+    step: int  # of the last plan before
+    needed: int  # pages it would have taken of each closed group
+    available: tuple[int, ...] | None  # by group; None: the pages of closed groups alone were too few
 
 
 class Request:
@@ -98,7 +109,6 @@ class Request:
         "max_tokens",
         "min_tokens",
         "overtaken",
-        "own",
         "pages",
         "phase",
         "position",
@@ -108,6 +118,7 @@ class Request:
         "reached",
         "reads",
         "recomputed",
+        "refusal",
         "row",
         "sat_out",
         "settled",
@@ -115,8 +126,6 @@ class Request:
         "slot",
         "step",
         "tokens",
-        "tried",
-        "tried_at",
         "tries",
         "wakes",
         "writes",
@@ -162,17 +171,15 @@ class Request:
         self.tries = 0  # steps that failed with this row alone in them, since it last got further than ever
         self.failed_at = -1  # the furthest position at which a row of it began that failed; -1: it has got beyond
         self.ran = False  # it has had a row
-        self.overtaken = 0  # later ones that got their first row while it was ready and had none
+        self.overtaken = 0  # later requests that got their first row while it was ready and had none
         self.sat_out = 0  # for how many plans it could not grow
-        self.tried: tuple[int, ...] | None = None  # pages there were when it last did not fit; (): too few for `own`
-        self.tried_at = 0  # the plan before that one
-        self.own = 0  # pages it would have taken of each closed group then
+        self.refusal: LastRefusal | None = None  # while it waits, and has been tried
 
-    def happens(self, what: str) -> None:
-        """Go to the next phase, or say that this cannot be."""
-        phase = _AFTER[self.phase].get(what)
+    def change_phase(self, event: str) -> None:
+        """Go to the phase behind `event`. ProtocolError if that cannot happen in this one."""
+        phase = _AFTER[self.phase].get(event)
         if phase is None:
-            raise ProtocolError(f"{what} cannot happen to request {self.id!r:.80} while it is {self.phase}")
+            raise ProtocolError(f"{event} cannot happen to request {self.id!r:.80} while it is {self.phase}")
         self.phase = phase
 
     @property
@@ -201,7 +208,7 @@ class Request:
             self.reached = position
 
     def has_decoded_to(self, position: int) -> None:
-        """It leaves the decode rows, where nobody counted."""
+        """It leaves the decode rows, in which positions are not counted."""
         self.position = self.done = position
         if position > self.reached:
             self.reached = position
@@ -231,6 +238,31 @@ class Request:
         self.settled = (self.cached, self.reached)
         if end > self.failed_at:
             self.failed_at = -1
+
+
+class Queue:
+    """Requests by urgency, then arrival, as a sorted list: most join at its end and leave near its beginning."""
+
+    __slots__ = ("items",)
+
+    def __init__(self) -> None:
+        self.items: list[Request] = []
+
+    def add(self, request: Request) -> None:
+        items = self.items
+        if not items or items[-1].key < request.key:
+            items.append(request)
+        else:
+            insort(items, request, key=_key)
+
+    def remove(self, request: Request) -> None:
+        items = self.items
+        at = 0 if items[0] is request else bisect_left(items, request.key, key=_key)
+        assert items[at] is request
+        del items[at]
+
+    def __len__(self) -> int:
+        return len(self.items)
 
 
 def _check_numbers(spec: RequestSpec) -> None:

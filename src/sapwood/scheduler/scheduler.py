@@ -98,7 +98,7 @@ class Scheduler:
 
     def advance(self, events: Sequence[Event]) -> list[Ended]:
         """What has happened, in order. Returns the requests that are over. ProtocolError for an event that cannot
-        happen: it changes nothing; those before it have been applied, and their ends are told by the next call."""
+        happen: it changes nothing; those before it have been applied, and the next call returns their ends."""
         for event in events:
             self._apply(event)
         return self._book.take_ended()
@@ -153,7 +153,7 @@ class Scheduler:
 
     def brought(self, id: str) -> tuple[int, int]:
         """Of the prompt tokens that a request did not compute: how many were loaded from host memory for it, and how
-        many of these came from the store. What `Ended` says of it in the end."""
+        many of these came from the store; `Ended` has the same."""
         request = self._book.requests.get(id)
         if request is None:
             return 0, 0

@@ -25,7 +25,7 @@ class Transfers:
 
     @property
     def pending(self) -> bool:
-        """Whether an event will come that may free memory or let somebody go on."""
+        """Whether an event will come that may free memory or let a request go on."""
         return bool(self.under_way)
 
     def offer(self, spans: Iterable[Span | None]) -> None:

@@ -97,7 +97,7 @@ class ServerConfig:
     log_format           text, or json
     log_prompts          write prompts to the log, which is not done otherwise
     status_seconds       how often a line of status is logged while something runs; 0: never
-    record_trace         a file to write what the server sees as a trace, without text; sapwood.sim replays it
+    record_trace         a file to write what the server sees as a trace, without text; `sapwood replay` reads it
     record_trace_bytes   of that file, after which it is put aside and begun anew
     """
 

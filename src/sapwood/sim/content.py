@@ -5,11 +5,11 @@ Nothing is computed, but everything is checked:
 
 - every read compares what is in memory with what the request's own tokens say must be there;
 - memory that is free, newly given out, or written by a failed step is poisoned;
-- a page holding somebody else's content is never written;
+- a page that holds another request's content is never written;
 - the writes of a step are seen by its own and by later steps' reads, by transfers and by copies that run before a
   batch only once it is done, and not at all if it failed; what a doomed step touches is poisoned when it ends;
 - steps run late (when they are finished, not when they are issued), their rows in shuffled order;
-- transfers move bytes at a moment of the caller's choice, and notice if anybody touched their pages in between;
+- transfers move bytes at a moment of the caller's choice, and notice if their pages were touched in between;
 - what is backed up goes to a depot, under its hashes, and is what a fetch of these hashes brings.
 """
 
@@ -37,7 +37,7 @@ _BASE = 0x9E3779B97F4A7C15  # odd: a polynomial in it, modulo 2**64, tells token
 
 
 class ContentError(AssertionError):
-    """Somebody read, wrote or moved something that is not what it should be."""
+    """Something was read, written or moved that is not what it should be."""
 
 
 def prefix_digests(namespace: Namespace, tokens: Sequence[int]) -> Digests:
@@ -400,7 +400,7 @@ class ContentDouble:
     # ---- transfers
 
     def start(self, kind: str, operation: Operation) -> None:
-        """A save or load begins. Its bytes move at `land`; until then nobody may touch its pages."""
+        """A save or load begins. Its bytes move at `land`; until then no step may touch its pages."""
         before = {}
         for name, (sources, targets) in operation.pages.items():
             there, here = self._ends(kind, name)
@@ -427,7 +427,7 @@ class ContentDouble:
                 here.maker[page] = f"{kind} {op}"
 
     def exchange(self, kind: str, operation: StoreOperation) -> None:
-        """A fetch or a backup begins. Until it is over nobody may touch its host pages."""
+        """A fetch or a backup begins. Until it is over nothing else may touch its host pages."""
         before = {}
         for name, pages in operation.pages.items():
             before[name] = self._host_of(kind, operation, name, pages).values[pages].copy()

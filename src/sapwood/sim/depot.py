@@ -30,6 +30,6 @@ class Depot:
         return np.array([(group, key) in self.values for key in keys], np.bool_)
 
     def lose(self, rng: random.Random, share: float) -> None:
-        """The store makes room, or loses something: whoever counts on it finds it missing."""
+        """The store makes room, or loses something: a request that counts on it finds it missing."""
         for key in [key for key in self.values if rng.random() < share]:
             del self.values[key]

@@ -1,7 +1,7 @@
 """The content-checking executor: runs plans on the content double, and holds each against the contract before it does.
 
-It is told every request (`submit`), so it knows what each plan must say. `execute` runs a plan at once; `begin` and
-then `done` or `fail` leave a gap in which a driver can do what happens to engines while a step runs.
+Every request is made known to it (`submit`), so it knows what each plan must show. `execute` runs a plan at once;
+`begin` and then `done` or `fail` leave a gap in which a driver can do what happens to engines while a step runs.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ class Life:
     known: list[int]  # the prompt, and what its steps have sampled
     slot: int | None = None
     end: int = 0  # where its last planned row ended
-    cached: int = 0  # as its last planned row said
+    cached: int = 0  # of its last planned row
     real: int = 0  # where its last row that was done ended
     reached: int = 0  # the furthest of these
-    settled: int = 0  # `cached` as the last row that was done said
+    settled: int = 0  # `cached` of the last row that was done
     flying: int = 0  # its rows in flight
     work: int = 0  # positions computed in steps that were done, each as often as it was
     unsure: int = 0  # samples of steps in flight
     upset: int = 0  # how many steps had failed and requests been retracted when its last row was planned
-    steady: bool = True  # no step has failed and nobody been retracted between its rows
+    steady: bool = True  # no step has failed and no request been retracted between its rows
 
     @property
     def generated(self) -> list[int]:
@@ -97,7 +97,7 @@ class ContentExecutor:
         self.double.attach(scheduler.cache)
         self.random = random.Random(seed)
         self.lives: dict[str, Life] = {}
-        self.slots: dict[int, Life] = {}  # who was last seen in a slot
+        self.slots: dict[int, Life] = {}  # the request last seen in a slot
         self.flights: deque[_SimulatedStep] = deque()
         self.step: int | None = None  # of the last plan
         self.moving: dict[int, str] = {}  # transfers under way
@@ -138,7 +138,7 @@ class ContentExecutor:
         self.double.request(name, spec.namespace, tokens)
         return life
 
-    def execute(self, plan: Any) -> list[StepDone | StepFailed]:
+    def execute(self, plan: Any) -> list[StepDone]:
         """Run a plan at once. Returns its StepDone; nothing for a plan without rows."""
         self.begin(plan)
         return self.done() if self.flights else []
@@ -198,7 +198,7 @@ class ContentExecutor:
         there = {name: self.double.depot.there(name, lookup.hashes) for name in self.double.groups}
         return self.scheduler.cache.servable_run(lookup.start_page, there) if ok else 0
 
-    def done(self) -> list[StepDone | StepFailed]:
+    def done(self) -> list[StepDone]:
         """The oldest plan in flight is done."""
         flight = self._oldest()
         step = flight.plan.step
@@ -224,7 +224,7 @@ class ContentExecutor:
             tokens = np.array([sampled[row.id] for row in flight.rows if row.samples], np.int32)
         return [StepDone(step, tokens)]
 
-    def fail(self, reason: str) -> list[StepDone | StepFailed]:
+    def fail(self, reason: str) -> list[StepFailed]:
         """The oldest plan in flight fails, and all later ones with it: what they wrote is garbage."""
         flight = self._oldest()
         self.double.fail(flight.plan.step)
@@ -288,7 +288,6 @@ class ContentExecutor:
         upset = self.failures + int(self.scheduler.cache.stats()["retracted"])
         flight = _SimulatedStep(plan, [], [], [], batch_bytes(batch))
         at = 0
-        kinds = set()
         for i, id in enumerate(batch.ids):
             _must(id in self.lives, f"{id!r} was never submitted")
             life = self.lives[id]
@@ -298,7 +297,6 @@ class ContentExecutor:
             at += length
             self._same_tokens(life, start, tokens)
             self._same_slot(life, slots[i])
-            kinds.add(self._kind(life, start, length, upset))
             self._adds_up(life, start, length, int(batch.cached[i]), upset)
             _must(batch.adapters[i] == life.namespace.adapter, f"{id}: the adapter is not that of its namespace")
             row = self._row(plan, i, life, start, length)
@@ -307,8 +305,6 @@ class ContentExecutor:
             for name, table in row.tables.items():
                 columns = self._columns(name, start, start + length)
                 flight.entries.append((name, slots[i], columns, table[columns]))
-        if not config.mixed:
-            _must(len(kinds - {"either"}) <= 1, "prompts and decodes in one batch, and mixed is False")
         for copy in plan.copies:
             self._copy(copy)
         for when in ("before", "after"):
@@ -321,8 +317,8 @@ class ContentExecutor:
         return flight
 
     def _changes(self, plan: Any) -> None:
-        """The changes that a plan tells make of the tables before it what it shows; and every slot has the owner whom
-        plans have seated there."""
+        """The changes of a plan make of the tables before it what it shows; and every slot has the owner that plans
+        have seated there."""
         batch, everything = plan.batch, self.failures > self.failed_when
         self.failed_when = self.failures
         _must(set(plan.changes) == set(plan.tables), f"changes are of groups {sorted(plan.changes)}")
@@ -377,13 +373,6 @@ class ContentExecutor:
             )
         life.slot = slot
         self.slots[slot] = life
-
-    @staticmethod
-    def _kind(life: Life, start: int, length: int, upset: int) -> str:
-        """ "prompt" or "decode", or "either" where a request comes back at its very end."""
-        if length > 1 or start < life.prompt or start + length < len(life.known):
-            return "prompt"
-        return "decode" if start == life.end and life.upset == upset else "either"
 
     def _adds_up(self, life: Life, start: int, length: int, cached: int, upset: int) -> None:
         """What was cached and what was computed make the whole, and nothing is computed twice without need."""

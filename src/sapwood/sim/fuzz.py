@@ -4,20 +4,16 @@
 
 Even seeds have one plan in flight at a time, odd ones two (`overlap`).
 
-Contents are checked by the executor, invariants by `cache.check()`, and beside them stands a naive memory: a set of
-every prefix that was computed in each namespace since it was last evicted (with a store: ever, by anybody).
+Contents are checked by the executor, invariants by `cache.check()`, and what a request finds by a naive memory.
 """
 
 from __future__ import annotations
 
-import hashlib
 import random
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
-import numpy as np
-
-from sapwood.cache import Namespace
 from sapwood.scheduler import (
     Abort,
     BackupDone,
@@ -37,85 +33,16 @@ from sapwood.scheduler import (
     Tick,
 )
 
-from .content import Digests, prefix_digests
+from .content import prefix_digests
 from .depot import Depot
-from .executor import ContentExecutor, Life, batch_bytes
+from .event_replay import Replay
+from .executor import ContentExecutor
+from .fuzz_report import FuzzReport, PlanDigest
 from .layouts import LAYOUTS
-from .replay import Replay
+from .oracle import FuzzedRequest, FuzzedRow, FuzzedStep, NaiveMemory
 from .traffic import Traffic
 
 _LONGEST = 12  # pages of the longest request where no group sets a limit
-
-
-@dataclass(frozen=True)
-class FuzzReport:
-    """What happened, by number. `digest` is of every plan and every end."""
-
-    layout: str
-    seed: int
-    digest: str
-    steps: int  # plans with rows
-    requests: int
-    refused: int
-    ended: dict[str, int]  # by reason
-    retractions: int
-    failed_steps: int
-    evictions: int  # of namespaces, flushes included
-    transfers: int
-    cached: int
-    computed: int
-    recomputed: int
-    events: int
-    backups: int = 0
-    fetches: int = 0  # begun
-    fetched: int = 0  # pages from the store that were of use
-    joined: int = 0  # requests that waited for what another had asked for
-    shortened: int = 0  # fetches cut to what host could take
-    partial: int = 0  # fetches of which a part came
-    lost: int = 0  # ... and nothing that was of use
-    late: int = 0  # deadlines that passed
-    stays: int = 0  # what was fetched, held on host for one that waits
-    again: int = 0  # backups of what the store had not kept
-
-    def __str__(self) -> str:
-        ends = ", ".join(f"{n} {reason}" for reason, n in sorted(self.ended.items()))
-        return (
-            f"{self.digest[:16]}  {self.layout}, seed {self.seed}: {self.steps} steps ({self.failed_steps} failed), "
-            f"{self.requests} requests ({ends}; {self.refused} refused), {self.retractions} retractions, "
-            f"{self.evictions} evictions of namespaces, {self.transfers} transfers, {self.events} events, "
-            f"{self.backups} backups ({self.again} again), "
-            f"{self.fetches} fetches ({self.fetched} pages; {self.joined} joined, "
-            f"{self.shortened} shortened, {self.partial} in part, {self.lost} lost), {self.stays} stays, "
-            f"{self.late} deadlines missed, "
-            f"prompt tokens {self.cached} cached, {self.computed} computed, {self.recomputed} again"
-        )
-
-
-@dataclass
-class _Request:
-    """A live request as the driver knows it."""
-
-    spec: RequestSpec
-    life: Life
-    epoch: int  # of its namespace when it came
-    poisonous: bool
-    asked: list[str] = field(default_factory=list)  # "abort", "finish": what we have told the scheduler
-    held: int = 0  # how much of it was real in the cache when one of its rows began there
-    failed: int = 0  # steps with a row of it that failed
-    alone: bool = False  # the last of them had no other row
-    final: tuple[int, int] | None = None  # tokens and work it had when it was ended, if a step was done just after
-
-
-class _Row(NamedTuple):
-    request: _Request
-    start: int
-    length: int
-
-
-@dataclass
-class _FuzzedStep:
-    rows: list[_Row]
-    doomed: bool = False
 
 
 def fuzz(seed: int, steps: int, layout: str) -> FuzzReport:
@@ -133,15 +60,7 @@ def _run_pair(seed: int, steps: int, layout: str) -> FuzzReport:
         for each in (one, two):
             each.arrive()
             each.round()
-    reports = [each.run(0) for each in (one, two)]
-    ended = {reason: sum(r.ended.get(reason, 0) for r in reports) for reason in {**one.ended, **two.ended}}
-    numbers = {
-        name.name: sum(getattr(r, name.name) for r in reports)
-        for name in fields(FuzzReport)
-        if name.name not in ("layout", "seed", "digest", "ended")
-    }
-    digest = hashlib.sha256(" ".join(r.digest for r in reports).encode()).hexdigest()
-    return replace(reports[0], digest=digest, ended=ended, **numbers)
+    return FuzzReport.of_all([each.run(0) for each in (one, two)])
 
 
 class Fuzz:
@@ -158,15 +77,15 @@ class Fuzz:
         self.config = replace(config, overlap=seed % 2, mixed_tokens=mixed)
         self.scheduler = Scheduler(self.config)
         self.cache = self.scheduler.cache
-        self.depot = other.depot if other else Depot()
+        self.depot: Depot = other.depot if other else Depot()
         self.executor = ContentExecutor(self.scheduler, rng.getrandbits(32), depot=self.depot)
         limits = [group.device_pages for group in self.config.groups if group.family == "full"]
         page = self.config.page_size
         self.limit = min(limits) * page if limits else 0
         longest = min(self.limit or 1 << 30, _LONGEST * max(page, 8))
         crowded = not self.config.headroom
-        traffic = other.traffic.seed if other else rng.getrandbits(32)
-        self.traffic = Traffic(traffic, page, longest, self.executor.double.vocabulary, crowded)
+        seed = other.traffic.seed if other else rng.getrandbits(32)
+        self.traffic: Traffic = Traffic(seed, page, longest, self.executor.double.vocabulary, crowded)
         self.replays = [Replay(self.cache)] + ([Replay(self.cache, "CPU")] if self.cache.has_host else [])
 
         self.load = rng.choice([0.4, 1.0] if crowded else [0.15, 0.4, 1.0])  # arrivals a round
@@ -182,20 +101,19 @@ class Fuzz:
             self.hanging = rng.choice([0.0, 0.0, 0.05, 0.3])  # of what goes to the store
             self.lying = rng.choice([0.0, 0.0, 0.2])
             self.losing = rng.choice([0.0, 0.05, 0.3])
-            self.unloads = rng.choice([0.03, 0.06])  # after it the store has what nobody else has
+            self.unloads = rng.choice([0.03, 0.06])  # after it the store alone has some pages
             self.arriving = max(self.arriving, 0.2)
             self.traffic.repeats()
         self.ahead = rng.choice([0.5, 0.9, 1.0])  # how often a plan is made before the one in flight is done
         self.hung: set[int] = set()  # operations that do not come back for now
-        self.up = True  # the store, as the scheduler was told
+        self.up = True  # whether the store answers, as the scheduler has it
         self.peace = False  # everything has ended, and no fault is left
 
-        self.live: dict[str, _Request] = {}
-        self.epochs: dict[Namespace, int] = {}
-        self.memory: dict[Namespace, set[int]] = {}  # digests of every prefix computed in this epoch
-        self.stored: dict[Namespace, set[int]] = other.stored if other else {}  # ... that a store may have
-        self.flying: list[_FuzzedStep] = []  # plans with rows that are out, oldest first
-        self.digest = hashlib.sha256()
+        self.live: dict[str, FuzzedRequest] = {}
+        stored = other.memory.stored if other else None
+        self.memory: NaiveMemory = NaiveMemory(self.executor.double, self.config.store, stored)
+        self.in_flight = self.memory.in_flight
+        self.digest = PlanDigest(page)
         self.counts = dict.fromkeys(
             (
                 "steps",
@@ -247,7 +165,7 @@ class Fuzz:
         self.disturb()
         self.move(self.arriving)
         plan = self.plan()
-        if plan.empty and not self.flying:
+        if plan.empty and not self.in_flight:
             patient = plan.wake_in and self.scheduler.stats()["fetching"]
             waits = self.executor.moving.keys() - self.hung or plan.ended or patient
             assert not self.live or waits, f"nothing to run and nothing in flight, while {sorted(self.live)} live"
@@ -266,7 +184,7 @@ class Fuzz:
             self.disturb()
         if self.random.random() < 0.2:
             self.arrive()
-        if len(self.flying) <= self.config.overlap:
+        if len(self.in_flight) <= self.config.overlap:
             if not plan.empty and self.random.random() < self.ahead:
                 return
         elif self.random.random() < 0.1:
@@ -307,12 +225,12 @@ class Fuzz:
             self.depot.lose(self.random, self.random.random())
 
     def drain(self) -> None:
-        """No more arrivals and no more faults, but poisonous requests stay what they are. Everybody gets to an end."""
+        """No more arrivals and no more faults, but poisonous requests stay what they are. All requests end."""
         self.load = self.failing = self.trouble = self.unloads = 0.0
         todo = sum(r.life.prompt + r.spec.max_tokens for r in self.live.values())
         most = 200 + 20 * todo + 100 * len(self.live)
         rounds = 0
-        while self.live or self.flying:
+        while self.live or self.in_flight:
             rounds += 1
             assert rounds <= most, f"{len(self.live)} requests do not come to an end in {most} rounds of peace"
             self.round()
@@ -364,8 +282,8 @@ class Fuzz:
         requests = []
         for spec in specs:
             life = self.executor.submit(spec)
-            epoch = self.epochs.get(spec.namespace, 0)
-            requests.append(_Request(spec, life, epoch, rng.random() < self.poison))
+            epoch = self.memory.epoch(spec.namespace)
+            requests.append(FuzzedRequest(spec, life, epoch, rng.random() < self.poison))
         self.submit(specs)
         for request in requests:
             self.live[request.spec.id] = request
@@ -405,13 +323,13 @@ class Fuzz:
             self.ask()
 
     def interruptions(self) -> list[Event]:
-        """Aborts and finishes: of one, of several, of everybody, of those that have ended or never were."""
+        """Aborts and finishes: of one request, of several, of all, of some that have ended or never were."""
         rng = self.random
         events: list[Event] = []
         ids = list(self.live)
         much = len(ids) if rng.random() < 0.03 else rng.choice([1, 1, 2])
         for id in rng.sample(ids, min(much, len(ids))):
-            if self.live[id].life.generated and rng.random() < 0.5:  # only who has yielded a token can be finished
+            if self.live[id].life.generated and rng.random() < 0.5:  # there is a token: it can finish
                 events.append(Finish(id))
                 self.live[id].asked.append("finish")
             else:
@@ -432,17 +350,15 @@ class Fuzz:
         self.counts["evictions"] += 1
         if self.cache.has_host:
             for request in self.live.values():  # what it was admitted to load it gets, though its namespace goes
-                if request.epoch == self.epochs.get(request.spec.namespace, 0) and request.spec.reads_cache:
-                    request.held = self.remembered(request.spec.namespace, self.digests(request))
+                if self.memory.is_current(request) and request.spec.reads_cache:
+                    request.held = self.memory.remembered(request.spec.namespace, self.memory.digests(request))
         if rng.random() < 0.3:
             self.scheduler.flush()
             gone = list(self.traffic.spaces)
         else:
             gone = [rng.choice(self.traffic.spaces)]
             self.scheduler.evict_namespace(gone[0])
-        for namespace in gone:
-            self.epochs[namespace] = self.epochs.get(namespace, 0) + 1
-            self.memory.pop(namespace, None)
+        self.memory.evict(gone)
         self.check()
 
     def mistake(self) -> None:
@@ -464,7 +380,7 @@ class Fuzz:
         assert self.cache.stats() == before, f"{event} changed something"
 
     def ask(self) -> None:
-        """Questions change nothing, and promise nothing that nobody has computed."""
+        """Questions change nothing, and promise nothing that was not computed."""
         spec = self.random.choice(list(self.live.values())).spec if self.live else None
         self.scheduler.stats()
         if spec is None:
@@ -473,14 +389,14 @@ class Fuzz:
         before = self.cache.stats()
         found = self.cache.explain(spec.namespace, tokens)
         assert self.cache.stats() == before, "explain changed something"
-        most = self.remembered(spec.namespace, prefix_digests(spec.namespace, tokens))
+        most = self.memory.remembered(spec.namespace, prefix_digests(spec.namespace, tokens))
         assert found.cached <= most, f"explain promises {found.cached} tokens, {most} were computed"
 
     # ---- plans and their ends
 
     def plan(self) -> Any:
         plan = self.scheduler.next_plan()
-        self.write_down(plan)
+        self.digest.add_plan(plan)
         if plan.empty:
             assert not (plan.copies or plan.loads or plan.saves or plan.lookups or plan.fetches or plan.backups), (
                 "an empty plan with something to do"
@@ -489,11 +405,11 @@ class Fuzz:
             rows = []
             for id, start, length in zip(plan.batch.ids, plan.batch.starts, plan.batch.lengths, strict=True):
                 assert id in self.live, f"step {plan.step} has a row of {id}, which is not live"
-                rows.append(_Row(self.live[id], int(start), int(length)))
+                rows.append(FuzzedRow(self.live[id], int(start), int(length)))
             if rows:
-                self.flying.append(_FuzzedStep(rows))
+                self.in_flight.append(FuzzedStep(rows))
             for row in rows:
-                self.believe(row.request, row.start)
+                self.memory.row_begins(row.request, row.start)
         self.close(plan.ended)
         self.check()
         return plan
@@ -501,7 +417,7 @@ class Fuzz:
     def finish(self) -> None:
         """The oldest plan in flight is done, or it fails. Some events come with its own, before it or after it."""
         rng = self.random
-        flight = self.flying[0]
+        flight = self.in_flight[0]
         rows = [row.request for row in flight.rows]
         before: list[Event] = []
         after: list[Event] = []
@@ -512,15 +428,17 @@ class Fuzz:
                     life = self.live[event.id].life
                     self.live[event.id].final = (len(life.generated), life.work)
         poisoned = any(row.poisonous for row in rows)
-        if flight.doomed:  # a step before it has failed: it counts for nothing, whatever it says
-            told = self.executor.fail("too late") if rng.random() < 0.5 else self.executor.done()
+        reports: Sequence[StepDone | StepFailed]
+        if flight.doomed:  # a step before it has failed: it counts for nothing, whatever its event says
+            reports = self.executor.fail("too late") if rng.random() < 0.5 else self.executor.done()
         elif poisoned or rng.random() < self.failing:
-            told = self.executor.fail("poison" if poisoned else "bad luck")
+            failed = self.executor.fail("poison" if poisoned else "bad luck")
             if rng.random() < 0.3:
                 named = [row.spec.id for row in rows if (row.poisonous if poisoned else rng.random() < 0.5)]
-                told = [replace(told[0], culprits=(*named, "nobody"))]
+                failed = [replace(failed[0], culprits=(*named, "nobody"))]
+            reports = failed
             self.counts["failed_steps"] += 1
-            for later in self.flying:
+            for later in self.in_flight:
                 later.doomed = True
             for row in rows:
                 row.failed += 1
@@ -528,20 +446,15 @@ class Fuzz:
                 most = 8 * (self.config.max_tries + self.config.max_batch_size)
                 assert not row.poisonous or row.failed <= most, f"{row.spec.id} has failed {row.failed} times"
         else:
-            told = self.executor.done()
-            for one in flight.rows:
-                namespace, digests = one.request.spec.namespace, self.promises(one)
-                self.memory.setdefault(namespace, set()).update(digests)
-                if self.config.store:
-                    self.stored.setdefault(namespace, set()).update(digests)
-            self.keep(flight)
-        del self.flying[0]
+            reports = self.executor.done()
+            self.memory.step_done(flight)
+        del self.in_flight[0]
         if rng.random() < self.trouble / 2:
             after = self.interruptions()
-        self.advance([*before, *told, *after])
+        self.advance([*before, *reports, *after])
         for row in rows:
             if self.live.get(row.spec.id) is row:
-                assert not self.verdict(row), f"{row.spec.id} should have ended: {self.verdict(row)}"
+                assert not row.verdict, f"{row.spec.id} should have ended: {row.verdict}"
 
     def advance(self, events: list[Event]) -> None:
         self.close(self.scheduler.advance(events))
@@ -550,114 +463,24 @@ class Fuzz:
     def close(self, ended: list[Ended]) -> None:
         """Requests end once, for a reason that is true."""
         for end in ended:
-            self.digest.update(repr(end).encode())
+            self.digest.add_end(end)
             assert end.id in self.live, f"{end} of a request that is not live"
             request = self.live.pop(end.id)
-            spec, life = request.spec, request.life
             self.ended[end.reason] = self.ended.get(end.reason, 0) + 1
             for count in ("cached", "computed", "recomputed"):
                 self.counts[count] += getattr(end, count)
-            self.traffic.ended(spec, list(life.known), end.reason in ("stop", "length", "finish"))
-
-            generated, work = request.final or (len(life.generated), life.work)
-            assert end.prompt == life.prompt and end.generated == generated, f"{end}: {generated} were generated"
-            assert min(end.cached, end.computed, end.recomputed) >= 0, f"{end}"
-            if end.generated:
-                assert end.cached + end.computed == end.prompt, f"{end}: does not add up"
-            decoded = max(0, end.generated - 1)
-            assert end.computed + end.recomputed + decoded == work, f"{end}: it has computed {work} positions"
-            assert not (life.steady and end.recomputed), f"{end}: computed again, and nothing had failed"
-            assert spec.reads_cache or not end.cached, f"{end}: reads nothing from the cache"
-            verdict = self.verdict(request)
-            if end.reason in ("stop", "length"):
-                assert end.reason == verdict, f"{end}: {verdict or 'not yet'}"
-            elif end.reason in ("abort", "finish"):
-                assert end.reason in request.asked, f"{end}: nobody asked for that"
-            else:
-                assert end.reason == "failed" and request.failed >= self.config.max_tries, f"{end}: {request.failed}"
-                assert request.alone, f"{end}: others were in the step that failed"
-            self.same_output(request)
-
-    def verdict(self, request: _Request) -> str:
-        """Why a request is over by what it has generated; "" if it is not."""
-        spec, generated = request.spec, request.life.generated
-        if generated and len(generated) >= spec.min_tokens and generated[-1] in spec.eos:
-            return "stop"
-        return "length" if len(generated) >= spec.max_tokens else ""
-
-    def same_output(self, request: _Request) -> None:
-        """What it generated follows from its tokens alone: not from sharing, retraction or failures."""
-        life, spec = request.life, request.spec
-        digests = prefix_digests(life.namespace, life.known)
-        drawn = (digests % np.uint64(self.executor.double.vocabulary)).tolist()
-        assert life.generated == drawn[life.prompt - 1 : -1], f"{spec.id}: generated something else"
-        early = [at for at, token in enumerate(life.generated, 1) if token in spec.eos and at >= spec.min_tokens]
-        assert not early or early[0] == len(life.generated), f"{spec.id}: went on after its end"
-
-    # ---- the naive memory
-
-    def promises(self, row: _Row) -> list[int]:
-        """What a row in flight computes may be read by rows of its own and of later plans, and by others once it is
-        done. Of tokens that are not known yet nothing can be read."""
-        request = row.request
-        return self.shows(row) if request.epoch == self.epochs.get(request.spec.namespace, 0) else []
-
-    def shows(self, row: _Row) -> list[int]:
-        """What a row computes for all who share its root."""
-        if not row.request.spec.writes_cache:
-            return []
-        digests: list[int] = self.digests(row.request)[row.start : row.start + row.length].tolist()
-        return digests
-
-    def keep(self, done: _FuzzedStep) -> None:
-        """Rows of later plans began on what this one promised. It is real now, and theirs: should their own step fail
-        they go on from there, even if their namespace is evicted meanwhile."""
-        for row in [row for later in self.flying if later is not done for row in later.rows]:
-            request = row.request
-            root = (request.spec.namespace, request.epoch)
-            same = [one for one in done.rows if (one.request.spec.namespace, one.request.epoch) == root]
-            real = {value for one in same for value in self.shows(one)}
-            begun = enumerate(self.digests(request)[: row.start].tolist(), 1)
-            request.held = max([request.held, *(at for at, value in begun if value in real)])
-
-    def believe(self, request: _Request, start: int) -> None:
-        """A row that begins beyond what its request has computed found the rest in the cache; somebody of its namespace
-        must have computed it, since the namespace was last evicted."""
-        life, space = request.life, request.spec.namespace
-        if start <= max(life.end if life.flying else life.real, request.held):
-            return
-        assert request.spec.reads_cache, f"{request.spec.id}: starts at {start}, and reads nothing from the cache"
-        assert request.epoch == self.epochs.get(space, 0), f"{request.spec.id}: adopts in a namespace that was evicted"
-        digests = self.digests(request)[:start]
-        most = self.remembered(space, digests)
-        assert most == start, f"{request.spec.id}: starts at {start}, {most} tokens were computed"
-        real = self.memory.get(space, set()) | self.stored.get(space, set())
-        request.held = max([at for at, value in enumerate(digests.tolist(), 1) if value in real], default=0)
-
-    def remembered(self, space: Namespace, digests: Digests) -> int:
-        """How many tokens from the start somebody has computed, or the plan in flight will have."""
-        memory, stored = self.memory.get(space, ()), self.stored.get(space, ())
-        rows = [row for flight in self.flying if not flight.doomed for row in flight.rows]
-        promised = {value for row in rows if row.request.spec.namespace == space for value in self.promises(row)}
-        known = [
-            at
-            for at, value in enumerate(digests.tolist(), 1)
-            if value in memory or value in promised or value in stored
-        ]
-        return known[-1] if known else 0
-
-    def digests(self, request: _Request) -> Digests:
-        return self.executor.double.requests[request.life.name].digests
+            self.traffic.ended(request.spec, list(request.life.known), end.reason in ("stop", "length", "finish"))
+            request.check_end(end, self.config.max_tries, self.executor.double.vocabulary)
 
     # ---- after every step
 
     def check(self) -> None:
         self.cache.check()
-        old = any(r.epoch != self.epochs.get(r.spec.namespace, 0) for r in self.live.values())
+        old = not all(map(self.memory.is_current, self.live.values()))
         under_way = self.scheduler.stats()
         waiting = under_way["waiting"] + under_way["fetching"]
         assert under_way["store"]["staying"] <= waiting, "pages stay on host for somebody who does not wait"
-        if not self.flying and not old and not under_way["transfers"] and not under_way["store"]["backing"]:
+        if not self.in_flight and not old and not under_way["transfers"] and not under_way["store"]["backing"]:
             stats = self.cache.stats()
             held = sum(tiers["device"]["unhooked"] for tiers in stats["pages"].values())
             assert not held and not stats["unhooked"], f"{held} pages of evicted namespaces that nobody needs are held"
@@ -665,31 +488,7 @@ class Fuzz:
         if self.config.events:
             for replay in self.replays:
                 replay.hear(events)
-                if not self.flying:
+                if not self.in_flight:
                     replay.compare()
         else:
             assert not events, "events, and nobody wants them"
-
-    def write_down(self, plan: Any) -> None:
-        """Every byte of a plan goes into the digest."""
-        say = self.digest.update
-        say(f"plan {plan.step} {plan.wake_in} {plan.copies!r} {plan.ended!r}".encode())
-        for operation in [*plan.loads, *plan.saves]:
-            say(f"{operation.op} {operation.start_page} {operation.namespace!r}".encode())
-            for name, (sources, targets) in operation.pages.items():
-                say(name.encode() + sources.tobytes() + targets.tobytes())
-        for operation in [*plan.lookups, *plan.fetches, *plan.backups]:
-            say(f"{operation.op} {operation.start_page} {operation.namespace!r}".encode() + b"".join(operation.hashes))
-        for operation in [*plan.fetches, *plan.backups]:
-            for name, pages in operation.pages.items():
-                say(name.encode() + pages.tobytes())
-        if plan.empty:
-            return
-        batch = plan.batch
-        say(batch_bytes(batch))
-        ends = np.asarray(batch.starts) + np.asarray(batch.lengths)
-        for name in sorted(plan.tables):
-            table = plan.tables[name]
-            for slot, end in zip(np.asarray(batch.slots).tolist(), ends.tolist(), strict=True):
-                columns = min(table.shape[1], -(-end // self.config.page_size))
-                say(np.ascontiguousarray(table[slot][:columns]).tobytes())

@@ -39,7 +39,6 @@ class Layout:
                 "prefetch_threshold": rng.choice([1, 1, 1, 2, 4]),
                 "lookup_ticks": rng.choice([10, 100, 1000]),
                 "fetch_ticks": rng.choice([10, 100, 1000]),
-                "page_ticks": rng.choice([0, 1]),
             }
         return SchedulerConfig(
             page_size=page,
@@ -47,7 +46,6 @@ class Layout:
             max_batch_tokens=rng.choice([16, 2 * page + 1, 8 * page] if crowded else [1, 5, page, 64, 8 * page]),
             max_batch_size=rng.choice([6, 16] if crowded else [1, 3, 6]),
             max_loras=rng.choice([0, 1, 2]),
-            mixed=rng.random() < 0.7,
             events=rng.random() < 0.5,
             policy=rng.choice(["fcfs", "prefix"]),
             host_policy="evict" if self.evict else rng.choice(["through", "evict"]) if self.host else "through",

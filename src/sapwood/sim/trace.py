@@ -41,7 +41,7 @@ _LINK_BYTES_PER_SECOND = 55e9  # bytes a second, each way between device and hos
 _TRANSFER_START_SECONDS = 20e-6  # seconds until a transfer moves its first byte
 _STORE_BYTES_PER_SECOND = 2e9  # bytes a second, each way between host and store
 _STORE_ANSWER_SECONDS = 1e-3  # seconds until a store answers
-_PLANS_PER_LOOK = 256  # plans between two looks of whoever watches
+_PLANS_PER_LOOK = 256  # plans between two calls of `watch`
 
 
 Parts = tuple[tuple[int, int], ...]  # of a block: up to which token it is as which block
@@ -229,7 +229,7 @@ class _Link:
             self._takes(kind, now, _TRANSFER_START_SECONDS + moved / _LINK_BYTES_PER_SECOND, done)
 
     def ask_store(self, plan: Any, now: float) -> None:
-        """What is there is decided by what a fetch finds, not by what a lookup was told."""
+        """What a fetch finds decides what comes, not what a lookup was answered."""
         for asked in plan.lookups:
             pages = self.cache.servable_run(asked.start_page, self.store.there(asked.hashes))
             heapq.heappush(self.coming, (now + _STORE_ANSWER_SECONDS, asked.op, LookupDone(asked.op, pages)))
@@ -318,7 +318,7 @@ class TraceReplay:
 
     @staticmethod
     def _chunks(plan: Any) -> int:
-        """Rows that are no decodes come last: these alone can be somebody's first."""
+        """Rows that are no decodes come last: these alone can be the first row of a request."""
         lengths = plan.batch.lengths
         single = int(np.argmax(lengths > 1)) if (lengths > 1).any() else len(lengths)
         return len(lengths) - max(0, single - 1)
@@ -349,7 +349,7 @@ class TraceReplay:
             self.scheduler.submit(specs)
 
     def _skip_to_next(self) -> bool:
-        """Nothing can run: go on when somebody arrives, or something does."""
+        """Nothing can run: go on when a request arrives, or a transfer is over."""
         times = [self.asked[self.next].seconds] if self.next < len(self.asked) else []
         if self.link.coming:
             times.append(self.link.coming[0][0])

@@ -1,4 +1,5 @@
-"""Random traffic from one seed: who asks what, and when. Knows nothing of a scheduler but what a request looks like."""
+"""Random traffic from one seed: which requests come, and when. Of a scheduler it knows only what a request looks
+like."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ _SPACES = (
 
 @dataclass
 class _Session:
-    """A chat: its next turn is everything said so far and something new."""
+    """A chat: its next turn is the whole conversation so far and something new."""
 
     namespace: Namespace
     tokens: list[int]

@@ -1,8 +1,8 @@
-"""The content-checking executor over real memory: others move the bytes, and it looks at what arrived.
+"""The content-checking executor over real memory: a mover and a store move the bytes, and it looks at what arrived.
 
     device rows --mover--> host rows --store--> a backend --store--> host rows of another engine ...
          |                     |                                          |
-         +---- digests --------+------------- digests --------------------+   each checked when it is said to be there
+         +---- digests --------+------------- digests --------------------+   each checked when its event says so
 
 Give it the arrays that a mover and a store work on, as they are: `[pages + 1, page_bytes]`, by group and tier. Run a
 plan with `execute`, after its transfers were started, and show it every event (`arrived`) before the scheduler sees it.
@@ -96,7 +96,7 @@ class WitnessDouble(ContentDouble):
 
 
 class Witness(ContentExecutor):
-    """Runs the batches of plans whose transfers somebody else carries out."""
+    """Runs the batches of plans whose transfers a mover and a store carry out."""
 
     double: WitnessDouble
 
@@ -116,7 +116,7 @@ class Witness(ContentExecutor):
         return WitnessDouble(cache.page_size, cache.groups, seed, vocabulary, depot, self._memory)
 
     def arrived(self, event: Event) -> None:
-        """Something is said to be over. ContentError if what is there is not what should be."""
+        """An event reports that a transfer is over. ContentError if what is there is not what should be."""
         if not isinstance(event, LoadDone | SaveDone | LookupDone | FetchDone | BackupDone):
             return
         if event.op not in self.moving:

@@ -193,7 +193,7 @@ class Tiers:
                 self._look_up(plan.lookups)
             for fetch in plan.fetches:
                 self._counts["fetches"] += 1
-                ticks = self._config.fetch_ticks + self._config.page_ticks * len(fetch.hashes)
+                ticks = self._config.fetch_patience(len(fetch.hashes))
                 self._ask("fetch", [fetch], fetch.hashes, fetch.pages, _STORE_TIMEOUT_SHARE * ticks * self._tick)
             if plan.backups:
                 self._back_up(plan.backups)

@@ -1,4 +1,4 @@
-"""A trace of what the server sees, in JSON lines that `python -m sapwood.sim replay` and `sapwood bench serve` read:
+"""A trace of what the server sees, in JSON lines that `sapwood replay` and `sapwood bench serve` read:
 
     {"timestamp": 1250, "input_length": 1100, "output_length": 80, "hash_ids": [8231, 507, 1906], "near": [1, 441, 300]}
 
