@@ -223,7 +223,7 @@ class EngineSide:
                 live.sent = len(ids)
             if sample.finish_reason is not None:
                 stop = sample.stop_reason if isinstance(sample.stop_reason, int) else None
-                ends.append(End(number, sample.finish_reason, stop, sample.cached, sample.error))
+                ends.append(End(number, sample.finish_reason, stop, sample.cache.cached, sample.error))
                 del self._live[number]
         if not numbers and not ends:
             return
@@ -266,13 +266,8 @@ class _Live:
 
     def begun(self) -> SampleBegun:
         sample = self.sample
-        known = sample.miss.cached  # when it came
-        host, store = sample.loaded - sample.fetched, sample.fetched
-        shared = max(0, sample.cached - max(known, host) - store)
         queued = max(0.0, (sample.seated or time.monotonic()) - self.arrived)
-        return SampleBegun(
-            self.number, queued, sample.cached, host, store, shared, sample.miss.reason, sample.miss.position
-        )
+        return SampleBegun(self.number, queued, sample.cache)
 
 
 def _plain(likely: Any) -> Likely:
