@@ -112,7 +112,7 @@ class _Seat:
 
 class Sampler:
     """Chooses tokens. `slots`: how many there are; `vocabulary`: how wide logits are; `source`: where seeds come from
-    for requests without one; `most_logprobs`: of the likeliest tokens, that anybody may ask for."""
+    for requests without one; `max_logprobs`: of the likeliest tokens, that anybody may ask for."""
 
     def __init__(
         self,
@@ -120,12 +120,12 @@ class Sampler:
         vocabulary: int,
         device: torch.device | str,
         source: random.Random,
-        most_logprobs: int = 20,
+        max_logprobs: int = 20,
     ) -> None:
         self.vocabulary = vocabulary
         self.device = torch.device(device)
         self._source = source
-        self._most_logprobs = most_logprobs
+        self.max_logprobs = max_logprobs
         self._kernel = _kernel(self.device)
         self._link = PinnedCopies(self.device)
         self._needs = np.full(slots, _EDITS)  # slots that are not seated are found when their edits are looked for
@@ -248,7 +248,7 @@ class Sampler:
         if len(asked):
             at = self._put(asked)
             # Always as many: among equals, which come first may depend on how many are asked for.
-            most = self._most_logprobs if len(rows.that(_RANKED)) else 0
+            most = self.max_logprobs if len(rows.that(_RANKED)) else 0
             logprobs = logprobs_of(logits.index_select(0, at), tokens[at], most)
         if len(looking):
             self._observe(rows.some(looking), tokens[self._put(looking)])
