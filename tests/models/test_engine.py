@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sapwood.engine.executor import executor as steps
+from sapwood.engine.executor import executor as executor_module
 from sapwood.engine.llm import LLM
 from sapwood.engine.loading.model_files import ModelError
 from sapwood.engine.loading.updates import read_update
@@ -209,7 +209,7 @@ def test_a_step_that_memory_does_not_suffice_for_is_tried_smaller(name, tmp_path
     """
     model_of(name).save_pretrained(tmp_path)
     prompts = [prompt(n, 30 + n) for n in range(3)]
-    served = steps.ServedModel.logits
+    served = executor_module.ServedModel.logits
     asked: list[int] = []
 
     def tight(self: Any, flat: Any) -> Any:
@@ -220,7 +220,7 @@ def test_a_step_that_memory_does_not_suffice_for_is_tried_smaller(name, tmp_path
         return logits
 
     with open_llm(tmp_path, max_num_batched_tokens=100) as llm:
-        monkeypatch.setattr(steps.ServedModel, "logits", tight)
+        monkeypatch.setattr(executor_module.ServedModel, "logits", tight)
         outputs = llm.generate([*map(ids, prompts)], replace(GREEDY, prompt_logprobs=0), use_tqdm=False)
         assert [output.error for output in outputs] == [None] * 3
         assert said(outputs) == [answer(name, tokens, 8) for tokens in prompts]
@@ -230,8 +230,8 @@ def test_a_step_that_memory_does_not_suffice_for_is_tried_smaller(name, tmp_path
             with torch.no_grad():
                 right = model_of(name)(torch.tensor([tokens])).logits[0].log_softmax(-1)
             assert np.allclose(told, right[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0], atol=1e-3)
-        monkeypatch.setattr(steps.ServedModel, "logits", served)
-        monkeypatch.setattr(steps, "_STEPS_BEFORE_GROWTH", 3)
+        monkeypatch.setattr(executor_module.ServedModel, "logits", served)
+        monkeypatch.setattr(executor_module, "_STEPS_BEFORE_GROWTH", 3)
         llm.generate(ids(prompts[0]), GREEDY, use_tqdm=False)
         assert llm.engine.executor.most >= 64, "what took the memory is over"
     assert (name in STATEFUL) == (name == "bamba")
@@ -252,7 +252,7 @@ def test_a_model_that_attends_by_itself_takes_no_more_memory_than_it_may(tmp_pat
         return asked[-1]
 
     monkeypatch.setattr(GatheringCache, "mask", mask)
-    monkeypatch.setattr(steps, "_MAX_GATHERED_SCORES", most)
+    monkeypatch.setattr(executor_module, "_MAX_GATHERED_SCORES", most)
     with open_llm(tmp_path, max_num_batched_tokens=200) as llm:
         outputs = llm.generate([*map(ids, prompts)], replace(GREEDY, prompt_logprobs=0), use_tqdm=False)
     assert said(outputs) == [answer("gptj", tokens, 8) for tokens in prompts]
@@ -269,7 +269,7 @@ def test_a_step_that_never_fits_fails_its_request_and_no_other(folder, monkeypat
 
     Mutation: `ModelExecutor._fits` halves for ever.
     """
-    served = steps.ServedModel.logits
+    served = executor_module.ServedModel.logits
     broken = [True]
 
     def never(self: Any, flat: Any) -> Any:
@@ -278,7 +278,7 @@ def test_a_step_that_never_fits_fails_its_request_and_no_other(folder, monkeypat
         return served(self, flat)
 
     with open_llm(folder) as llm:
-        monkeypatch.setattr(steps.ServedModel, "logits", never)
+        monkeypatch.setattr(executor_module.ServedModel, "logits", never)
         (output,) = llm.generate(ids(prompt(1, 30)), GREEDY, use_tqdm=False)
         assert "no memory at all" in output.error
         broken[0] = False
@@ -315,7 +315,7 @@ def test_grammars_hold_through_company_and_failing_steps(folder, overlap, monkey
     Mutation: `GrammarMasks.of` never rolls back; it takes an older token for the newest.
     """
     drawn = itertools.count(1)
-    draw = steps.ModelExecutor._run
+    draw = executor_module.ModelExecutor._run
 
     def failing(self: Any, plan: Any) -> Any:
         run = draw(self, plan)
@@ -324,7 +324,7 @@ def test_grammars_hold_through_company_and_failing_steps(folder, overlap, monkey
         return run
 
     with open_llm(folder, overlap=overlap) as llm:
-        monkeypatch.setattr(steps.ModelExecutor, "_run", failing)
+        monkeypatch.setattr(executor_module.ModelExecutor, "_run", failing)
         engine = llm.engine
         params = SamplingParams(temperature=0, max_tokens=20)
         (bound,) = engine.requests.submit("bound", prompt(1, 30), params, grammars=[Counting()])

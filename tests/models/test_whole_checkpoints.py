@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from sapwood import LLM, SamplingParams
-from sapwood.engine import engine as core
+from sapwood.engine.models import sizing
 
 from .zoo import build, prompt, torch, transformers
 
@@ -93,10 +93,10 @@ def test_a_host_too_small_is_no_reason_not_to_start(tmp_path, caplog, monkeypatc
     """Host memory that nobody asked for: where there is too little, the model is served without, which is said. With a
     store, or by a flag, it was asked for.
 
-    Mutation: `_size` refuses; or drops the store silently.
+    Mutation: `size_for` refuses; or drops the store silently.
     """
     build("bamba").save_pretrained(tmp_path)
-    monkeypatch.setattr(core, "available_bytes", lambda: 30_000)
+    monkeypatch.setattr(sizing, "available_bytes", lambda: 30_000)
     with caplog.at_level(logging.WARNING), LLM(str(tmp_path), host_cache="auto", **FLAGS) as llm:
         assert "no host cache" in caplog.text and "host_cache" in caplog.text
         assert all(not tiers["host"]["capacity"] for tiers in llm.stats()["cache"]["pages"].values())

@@ -14,6 +14,7 @@ import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from .api.forms import Form, form_of
 from .api.response_store import ResponseStore
 from .api.schemas import MOST_NAMED, Sampling
 from .config import ServerConfig
+from .defaults import MODEL_DEFAULTS
 from .errors import ApiError, bad, engine_down, shown, unsupported
 from .generation import Generation, Model, Prompt
 from .process.engine_client import EngineLink
@@ -42,14 +44,9 @@ from .text.reasoning import ReasoningSplitter, splitter_for
 from .text.template import ChatTemplate, TemplateError
 from .text.tokens import AsyncTokenizer
 
-_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_PLAIN = (  # fields that requests and SamplingParams have in common
-    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("seed", "stop", "stop_token_ids", "bad_words", "ignore_eos", "min_tokens", "logit_bias", "allowed_token_ids"),
-    *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "priority", "n"),
-    *("prompt_logprobs",),
-)
-
+# Fields of SamplingParams that are no field of every request: APIs have other names for them, or none.
+_APART = {"max_tokens", "logprobs", "cache_salt", "detokenize"}
+_PLAIN = tuple(field.name for field in fields(SamplingParams) if field.name not in _APART)
 
 log = logging.getLogger(__name__)
 _MOST_PRIORITY = 2**31 - 1
@@ -251,7 +248,7 @@ class Serving:
         self, request: Sampling, caller: Caller, *, max_tokens: int | None, logprobs: int | None
     ) -> SamplingParams:
         given = {name: getattr(request, name) for name in _PLAIN}
-        for name in _DEFAULTS:
+        for name in MODEL_DEFAULTS:
             if given[name] is None:
                 given[name] = self.defaults.get(name)
         if request.logit_bias is not None and len(request.logit_bias) > self.config.max_logit_bias:

@@ -30,8 +30,7 @@ from ..params import Likely
 from ..samples import StepLogprobs
 from ..transfer.torch_mover import TorchArena
 from . import attention as att
-from .pieces import BatchPiece, pieces
-from .rows import Greedy, PlanRows, RowSource
+from .rows import BatchPiece, Greedy, PlanRows, RowSource, pieces
 from .sampling import Logprobs, Sampled, logprobs_of
 
 log = logging.getLogger(__name__)

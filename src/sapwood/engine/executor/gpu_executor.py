@@ -27,7 +27,7 @@ from torch import Tensor
 from sapwood.scheduler import Event, Plan
 
 from ..kernels import attention as kernels
-from ..kernels import states as triton_states
+from ..kernels import states as state_kernels
 from ..kernels.steps import DeviceTables, StepInputs
 from ..models import recurrent
 from ..models.model import ServedModel
@@ -36,10 +36,9 @@ from .attention import ScoreOptions
 from .executor import ModelExecutor, Running, Scores
 from .graphs import Graphs
 from .packing import Packer, Sizes, StepSize
-from .pieces import BatchPiece, pieces
 from .pinned_copies import PinnedCopies
 from .ragged import take_all_tokens
-from .rows import PlanRows, RowSource
+from .rows import BatchPiece, PlanRows, RowSource, pieces
 from .sampling import Logprobs, Sampled
 from .step_buffer import StepBuffer
 
@@ -61,7 +60,7 @@ class GpuExecutor(ModelExecutor):
         self._slots = slots
         self._cuda = self.device.type == "cuda"
         self._windows = {group.name: group.window for group in served.groups if group.family != "state"}
-        self._ragged = self._state is not None and take_all_tokens(served.mixers, triton_states)
+        self._ragged = self._state is not None and take_all_tokens(served.mixers, state_kernels)
         self._sizes = Sizes(served.kept, self._windows, slots, most_tokens, self.device)
         self._scratch = self._sizes.scratch(self.device)
         self._buffer = StepBuffer(self._sizes.room(tuple(self._windows)), self.device)

@@ -5,7 +5,8 @@
                                          which adapters are applied to which tokens
 
 Made once a plan, when it begins, so that an executor is a function of a plan and its rows. `Greedy` is for executors
-that serve no requests; `RequestRows` knows the samples of the engine's requests.
+that serve no requests; `RequestRows` knows the samples of the engine's requests. `pieces` cuts a batch where memory
+does not suffice for all of it at once.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sapwood.scheduler import Plan
+from sapwood.scheduler import Batch, Plan
 
 from ..lora.adapters import Adapters, ReadRouting, Routing, UnknownAdapter
 from ..models.recurrent import Mixers
@@ -202,3 +203,35 @@ def _scored(plan: Plan, samples: Mapping[str, Sample]) -> dict[int, npt.NDArray[
             start = int(batch.starts[row])
             found[row] = sample.prompt[start + 1 : start + 1 + int(batch.lengths[row])]
     return {row: next_tokens for row, next_tokens in found.items() if len(next_tokens)}
+
+
+# ---- pieces
+
+
+class BatchPiece(NamedTuple):
+    """Some of a batch's tokens, [first, last) of them: parts of these rows, in their order."""
+
+    first: int
+    last: int
+    rows: npt.NDArray[Any]  # of the batch
+    starts: npt.NDArray[Any]
+    lengths: npt.NDArray[Any]
+    samples: npt.NDArray[Any]  # those of `rows`, by place here, whose token is sampled
+
+
+def pieces(batch: Batch, most: int) -> list[BatchPiece]:
+    """The batch in pieces of at most `most` tokens, computed one after the other: usually one, more where memory is
+    short. What a piece leaves in pages and states is what the next one reads, so that a chunk may be cut anywhere."""
+    starts, lengths = batch.starts.astype(np.int64), batch.lengths.astype(np.int64)
+    ends = np.cumsum(lengths)
+    total = int(ends[-1])
+    if total <= most:
+        return [BatchPiece(0, total, np.arange(len(starts)), starts, lengths, batch.samples.nonzero()[0])]
+    begins, found = ends - lengths, []
+    for first in range(0, total, most):
+        last = min(first + most, total)
+        rows = ((begins < last) & (ends > first)).nonzero()[0]
+        low, high = np.maximum(begins[rows], first), np.minimum(ends[rows], last)
+        samples = (batch.samples[rows] & (high == ends[rows])).nonzero()[0]
+        found.append(BatchPiece(first, last, rows, starts[rows] + low - begins[rows], high - low, samples))
+    return found

@@ -34,6 +34,15 @@ class _Tiles(NamedTuple):
 _WIDE, _NARROW, _EXACT = _Tiles(256, 256), _Tiles(64, 64), _Tiles(32, 128)
 
 
+@triton.jit
+def _mine(slots_ptr, ranks_ptr, tokens, slot, part, PARTS: tl.constexpr, TOKENS: tl.constexpr):
+    """A program's block of tokens, which of them have its slot, and the rank that is theirs."""
+    rank = tl.load(ranks_ptr + slot * PARTS + part)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    mine = tl.load(slots_ptr + token, mask=token < tokens, other=0) == slot
+    return token, mine, rank
+
+
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots_ptr"])
 def _shrink_kernel(
     x_ptr, a_ptr, h_ptr, slots_ptr, ranks_ptr, tokens, width, x_token, a_slot, a_part,
@@ -43,9 +52,7 @@ def _shrink_kernel(
     slot = tl.program_id(1) + 1
     part = tl.program_id(2) % PARTS
     split = tl.program_id(2) // PARTS
-    rank = tl.load(ranks_ptr + slot * PARTS + part)
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    mine = tl.load(slots_ptr + token, mask=token < tokens, other=0) == slot
+    token, mine, rank = _mine(slots_ptr, ranks_ptr, tokens, slot, part, PARTS, TOKENS)
     if tl.max(mine.to(tl.int32), 0) * rank == 0:
         return
     r = tl.arange(0, RANK)
@@ -74,9 +81,7 @@ def _expand_kernel(
     block = tl.program_id(2)
     slot = tl.program_id(1) + 1
     part = tl.load(blocks_ptr + 3 * block)
-    rank = tl.load(ranks_ptr + slot * PARTS + part)
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    mine = tl.load(slots_ptr + token, mask=token < tokens, other=0) == slot
+    token, mine, rank = _mine(slots_ptr, ranks_ptr, tokens, slot, part, PARTS, TOKENS)
     if tl.max(mine.to(tl.int32), 0) * rank == 0:
         return
     r = tl.arange(0, RANK)

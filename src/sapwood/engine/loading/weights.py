@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..flags import DTYPES, LOAD_FORMATS
+from ..flags import DTYPES, LOAD_FORMATS, EngineConfig
 from .default_model import converted, default_file
 from .model_files import ModelError, ModelFiles, config_in, files_in, tensors_in
 
@@ -60,6 +60,35 @@ def place_of(model: str | None, load_format: str) -> Path | None:
     if _HUB_ID.fullmatch(model):
         return None
     raise ModelError(f"{path} is not there")
+
+
+def check_start(config: EngineConfig) -> Path | None:
+    """The model's folder, if it is one here. ValueError if model or tokenizer are not there, or are none. This runs
+    before torch is imported and anything large is read, so that a mistyped name is found at once. No hub is asked."""
+    place = place_of(config.model, config.load_format)
+    if place is None:
+        pass
+    elif place.is_file():
+        _check_gguf(place)
+    elif config.load_format == "dummy":
+        config_in(place)
+    else:
+        files_in(place, str(config.model))
+    if config.tokenizer is not None and not config.skip_tokenizer_init:
+        path = Path(config.tokenizer).expanduser()
+        if not path.exists() and (path.is_absolute() or path.suffix):
+            raise ModelError(f"the tokenizer in {config.tokenizer} is not there: give a folder or a tokenizer.json")
+    return place if place is not None and place.is_dir() else None
+
+
+def _check_gguf(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            begins = file.read(4)
+    except OSError as problem:
+        raise ModelError(f"{path}: {problem}") from None
+    if begins != b"GGUF":
+        raise ModelError(f"{path} is no GGUF file: it begins with {begins!r}")
 
 
 def import_transformers(files: ModelFiles) -> None:

@@ -288,10 +288,10 @@ def grouped(weight: Tensor) -> Any:
     if not weight.is_cuda or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return None
     try:
-        from ..kernels import lora as triton_lora
+        from ..kernels import lora as lora_kernels
     except ImportError:
         return None
-    return triton_lora
+    return lora_kernels
 
 
 def _together(linear: nn.Linear) -> Sequence[nn.Linear]:

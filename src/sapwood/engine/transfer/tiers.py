@@ -15,8 +15,6 @@ import contextlib
 import logging
 import math
 import select
-import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +36,8 @@ from sapwood.scheduler import (
     StoreUp,
     Tick,
 )
-from sapwood.store import InterpreterYield, JobDone, Released, Store, StoreError, timeout_for
+from sapwood.store import JobDone, Released, Store, StoreError, timeout_for
+from sapwood.store.interpreter_yield import StepsFirst, switch_interval
 from sapwood.store.wakeup import Wakeup
 
 from .movers import Kind, Mover
@@ -46,9 +45,6 @@ from .movers import Kind, Mover
 log = logging.getLogger(__name__)
 
 StoreKind = Literal["lookup", "fetch", "backup"]
-# Seconds for which a thread may keep the interpreter: by default a store could block a step for 5 ms.
-_SWITCH_SECONDS = 0.0002
-_SWITCH_SECONDS_IN_A_STEP = 0.001  # the same while a step is at work here
 _STORE_TIMEOUT_SHARE = 0.9  # of the scheduler's patience: what has come by then finds those who wait for it
 _MAX_LOOKUP_PAGES = 1024  # about so many pages are looked up by one job
 _MOVER_POLL_SECONDS = 0.0005  # seconds between two looks at a mover that works on its own: it cannot call
@@ -67,49 +63,6 @@ class _Held(NamedTuple):
 
     job: _StoreJob
     events: list[Event]
-
-
-class _First(contextlib.AbstractContextManager[None]):
-    """`with` it, a step goes before the threads of a store: they stop where they can. Python itself would have a step
-    let go whenever one of them has waited for `_SWITCH_SECONDS`, and then wait until that one has a processor and takes
-    its turn; so meanwhile they wait for longer."""
-
-    def __init__(self, gate: InterpreterYield) -> None:
-        self._gate = gate
-
-    def __enter__(self) -> None:
-        self._gate.__enter__()
-        sys.setswitchinterval(_SWITCH_SECONDS_IN_A_STEP)
-
-    def __exit__(self, *_: object) -> None:
-        sys.setswitchinterval(_SWITCH_SECONDS)
-        self._gate.__exit__()
-
-
-class _Switching:
-    """How long a thread may keep the interpreter while any engine of this process has threads of a store: the first one
-    that opens sets it, and after the last one it is what it was before."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._engines = 0
-        self._before = 0.0
-
-    def begin(self) -> None:
-        with self._lock:
-            if not self._engines:
-                self._before = sys.getswitchinterval()
-                sys.setswitchinterval(_SWITCH_SECONDS)
-            self._engines += 1
-
-    def end(self) -> None:
-        with self._lock:
-            self._engines -= 1
-            if not self._engines:
-                sys.setswitchinterval(self._before)
-
-
-_switching = _Switching()
 
 
 class Tiers:
@@ -174,8 +127,8 @@ class Tiers:
         else:
             store.on_report = self._wakeup.ring
         if store.gate is not None:
-            _switching.begin()
-            self._first = _First(store.gate)
+            switch_interval.begin()
+            self._first = StepsFirst(store.gate)
 
     # ---- from plan to events
 
@@ -272,9 +225,9 @@ class Tiers:
         if self._mover is not None:
             self._mover.close()
         returned = self._store is None or self._store.close(timeout)
-        if isinstance(self._first, _First):
+        if isinstance(self._first, StepsFirst):
             self._first = contextlib.nullcontext()
-            _switching.end()
+            switch_interval.end()
         self._collect()
         return returned
 

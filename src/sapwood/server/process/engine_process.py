@@ -28,6 +28,7 @@ import numpy as np
 import zmq
 
 from sapwood.cache import held_events
+from sapwood.engine.params import Likely
 from sapwood.engine.request_table import RequestTable
 from sapwood.engine.samples import Sample
 
@@ -43,7 +44,6 @@ from .messages import (
     Drop,
     End,
     EngineQuery,
-    Likely,
     Progress,
     QueryAnswer,
     Ready,

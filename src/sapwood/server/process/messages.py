@@ -16,11 +16,9 @@ from typing import Any
 import msgspec
 
 from sapwood.engine.cache_report import CacheReport
-from sapwood.engine.params import SamplingParams
+from sapwood.engine.params import Likely, SamplingParams
 
 from .grammars import GrammarSpec
-
-Likely = dict[int, tuple[float, int]]  # token -> log-probability, and its rank from 1
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True, gc=False):
