@@ -123,5 +123,5 @@ def decoding(llm: LLM, prompts: list[Any], params: SamplingParams, loras: Any = 
 def rest(llm: LLM) -> None:
     """Until nobody is here and nothing is under way."""
     engine = llm.engine
-    while engine.requests.samples or engine.loop._flights or engine.loop.tiers.busy:
+    while engine.requests.samples or engine.loop._in_flight or engine.loop.tiers.busy:
         engine.requests.step()

@@ -236,7 +236,7 @@ class Soak:
     def end(self) -> None:
         """Nobody is left: nothing is under way, and forgetting everything frees every page."""
         engine, until = self.engine, time.monotonic() + _DRAIN / 2
-        while (engine.loop.tiers.busy or engine.loop._flights) and time.monotonic() < until:
+        while (engine.loop.tiers.busy or engine.loop._in_flight) and time.monotonic() < until:
             engine.requests.step()
             engine.requests.rest(0.1)
         engine.scheduler.cache.check()

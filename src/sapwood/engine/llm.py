@@ -51,7 +51,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """`error`: why it failed, if its `finish_reason` is "error"; what it had said until then is there."""
+    """`error`: why it failed, if its `finish_reason` is "error"; what it had generated until then is there."""
 
     request_id: str
     prompt: str | None
@@ -71,7 +71,7 @@ class LLM:
     command line, with underscores. Close it, or use it in a `with`."""
 
     def __init__(self, model: str | None = None, **flags: Any) -> None:
-        self.engine = Engine(from_flags(model, {"max_mixed_tokens": 0, **flags}))  # nobody waits for single tokens
+        self.engine = Engine(from_flags(model, {"max_mixed_tokens": 0, **flags}))  # no client waits for single tokens
         self._numbers = itertools.count()
 
     def __enter__(self) -> LLM:
@@ -81,7 +81,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Give everything back. Whoever still runs is aborted."""
+        """Give everything back. Requests that still run are aborted."""
         self.engine.close()
 
     def get_tokenizer(self) -> Any:
@@ -216,7 +216,7 @@ class LLM:
     def _run(self, jobs: Sequence[_PromptJob], shown: Any) -> Iterator[None]:
         """Step until these are over. Yields whenever one of them has got further."""
         running = [job for job in jobs if not job.over]
-        told = {job.id: 0 for job in jobs}
+        yielded = {job.id: 0 for job in jobs}
         try:
             while running:
                 self.engine.requests.step()
@@ -224,9 +224,9 @@ class LLM:
                 still = [job for job in running if not job.over]
                 if shown is not None:
                     shown.update(len(running) - len(still))
-                if len(still) < len(running) or any(told[id] < tokens for id, tokens in grown.items()):
+                if len(still) < len(running) or any(yielded[id] < tokens for id, tokens in grown.items()):
                     yield
-                told |= grown
+                yielded |= grown
                 running = still
                 self.engine.requests.rest(1.0)
         except KeyboardInterrupt:

@@ -61,14 +61,14 @@ class Sample:
     bad_words: tuple[tuple[int, ...], ...]
     stream: TextStream | None  # None: no text is made
     grammar: Grammar | None = None
-    fed: int = 0  # tokens that the grammar has been told
+    fed: int = 0  # tokens that the grammar has accepted
     seated: float = 0.0  # when it first had memory and something was computed for it; 0: not yet
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
     cumulative: float = 0.0
     cache: CacheReport = NOT_COMPUTED  # known with the first token
-    new_text: str = ""  # what the last token has made final
+    new_text: str = ""  # what became final with the last token
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str = ""

@@ -165,7 +165,7 @@ class ModelExecutor:
         self.arena.close()
 
     def forget(self) -> None:
-        """Nothing runs, and whoever gives plans from now on begins anew."""
+        """Nothing runs, and the plans that come next are of a scheduler that begins anew."""
         self._last.zero_()
 
     def newest(self, slots: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
@@ -255,8 +255,8 @@ class ModelExecutor:
                 rows[self._put(targets)] = rows.index_select(0, self._put(sources))
 
     def _scrub(self, flat: Flat) -> None:
-        """A page whose first token comes now shows nothing of whoever had it before: what is masked is multiplied by
-        zero, and a stranger's NaN would stay one."""
+        """A page whose first token comes now shows nothing of the request that had it before: what is masked is
+        multiplied by zero, and a NaN that was left there would stay one."""
         for name, rows in flat.attention.items():
             if len(rows.fresh):
                 whole = self.arena.rows[name]

@@ -82,11 +82,11 @@ class GpuExecutor(ModelExecutor):
             self._compute(size)
         if self._can_adapt():
             self._compute_adapted(size)
-        nobody = torch.full((1,), self._slots, device=self.device)
-        self._known.end(torch.zeros_like(nobody), torch.zeros(1, device=self.device), nobody, self._out)
+        no_slot = torch.full((1,), self._slots, device=self.device)
+        self._known.end(torch.zeros_like(no_slot), torch.zeros(1, device=self.device), no_slot, self._out)
 
     def capture(self, progress: bool = False) -> None:
-        """Make the graphs, if the model can be captured; said either way."""
+        """Make the graphs, if the model can be captured; the log has it either way."""
         whole = self._state is None or self._ragged
         sizes = {key: size for key, size in self._sizes.known.items() if whole or size.single}
         self._packer.send_nothing()
@@ -276,7 +276,7 @@ class GpuExecutor(ModelExecutor):
     def close(self) -> None:
         if self._cuda:
             with contextlib.suppress(RuntimeError):  # of a device that is gone
-                torch.cuda.synchronize(self.device)  # what is fetched is written where somebody else may come
+                torch.cuda.synchronize(self.device)  # what is fetched is written to memory that is given back
         self.graphs.close()
         self.adapted_graphs.close()
         super().close()

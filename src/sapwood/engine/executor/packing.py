@@ -192,7 +192,7 @@ class Packer:
         self._buffer.send()
 
     def send_nothing(self) -> None:
-        """A step in which nobody is."""
+        """A step without rows."""
         step = self._buffer.packing()
         step.whole[:] = 0
         step.targets[:] = self._known.slots

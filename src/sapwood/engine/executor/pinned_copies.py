@@ -1,7 +1,7 @@
 """Small arrays between host and device, for a step: by a kernel that reads or writes pinned memory.
 
 A copy of a few bytes waits until whatever was issued before it in the same direction is through, and that may be the
-pages of a long prompt: 87 ms for 32K tokens, in which everybody who streams would stand still (`python -m
+pages of a long prompt: 87 ms for 32K tokens, in which every stream would stand still (`python -m
 tests.gpu.link` shows it). Kernels do not queue there.
 
     put      host array --> ring of pinned memory --> kernel --> tensor on the device
@@ -65,7 +65,7 @@ class PinnedCopies:
         return here
 
     def _take(self, words: int) -> Tensor:
-        """Room in the ring, which nobody reads any more."""
+        """Room in the ring that is not read any more."""
         if self._at + words > _WORDS:
             if self.device.type == "cuda":
                 self._used[self._part] = torch.cuda.Event()

@@ -39,8 +39,9 @@ _CLOSE = 1e-4  # relative, in float32
 
 
 def take_all_tokens(mixers: Mixers, functions: Any) -> bool:
-    """Let mixers that can take all tokens of a step at once do so. Whether all can; which cannot is said. `functions`:
-    the module that has `conv`, `scan` and `delta_rule`, and `compiling`, in which they are only compiled."""
+    """Let mixers that can take all tokens of a step at once do so. Returns whether all can; those that cannot are
+    logged. `functions`: the module that has `conv`, `scan` and `delta_rule`, and `compiling`, in which they are only
+    compiled."""
     forwards = {layer: _over_all_tokens(module, mixers, functions) for layer, module in mixers.layers.items()}
     first = {type(mixers.layers[layer]): layer for layer in reversed(forwards)}
     with functions.compiling():

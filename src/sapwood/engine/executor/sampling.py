@@ -55,7 +55,7 @@ _ANY = -1  # in bad words shorter than the longest
 
 class Logprobs(NamedTuple):
     """Log-probabilities of tokens, a row each: `chosen`, its `rank` from 1, and the likeliest tokens, best first, as
-    many as anybody may ask for."""
+    many as a request may ask for."""
 
     chosen: Tensor
     rank: Tensor
@@ -109,7 +109,7 @@ class _Seat:
 
 class Sampler:
     """Chooses tokens. `slots`: how many there are; `vocabulary`: how wide logits are; `source`: where seeds come from
-    for requests without one; `max_logprobs`: of the likeliest tokens, that anybody may ask for."""
+    for requests without one; `max_logprobs`: of the likeliest tokens, that a request may ask for."""
 
     def __init__(
         self,
@@ -208,7 +208,7 @@ class Sampler:
         self._counts[int(self._rows[slot])] = self._put(counts)
 
     def plain(self, slots: Ints, index: Ints) -> bool:
-        """Whether all of these rows take their likeliest token, and nobody asks for log-probabilities."""
+        """Whether all of these rows take their likeliest token, and none asks for log-probabilities."""
         return not self._needs[slots].any() and not (np.asarray(index) < self._least[slots]).any()
 
     @torch.no_grad()

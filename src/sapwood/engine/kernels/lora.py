@@ -1,7 +1,7 @@
 """What adapters add to a linear layer, for tokens of any adapters in one batch, in two kernels:
 
     shrink   h[token] = A[slot of token] x[token]          split over x, so that a few tokens keep the device busy
-    expand   y[token] += B[slot of token] (sum of h)       in the order of the splits: no sum depends on who is first
+    expand   y[token] += B[slot of token] (sum of h)       in the order of the splits, so that sums repeat
 
 A program has a slot and a block of tokens, and ends at once if none of them are of that slot: the base model's rows
 cost nothing, and the weights of an adapter are read once for all tokens of a block. Which slot a token has is read from

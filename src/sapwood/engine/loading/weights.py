@@ -125,7 +125,7 @@ def _from_hub(model: str, revision: str | None, patterns: tuple[str, ...]) -> Pa
 
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=list(patterns)))
-    except Exception as problem:  # offline, unreachable, gated, no such id: all the same to whoever waits
+    except Exception as problem:  # offline, unreachable, gated, no such id: the caller gets one error for all
         why = (str(problem).strip() or type(problem).__name__).splitlines()[0]
         raise ModelError(
             f"{model} is no folder here, and it cannot be had from the hub ({why}). A folder with config.json and "
@@ -244,7 +244,7 @@ def _each_in_its_own_memory() -> Iterator[None]:
 
 @contextmanager
 def quiet(progress: bool) -> Iterator[None]:
-    """transformers shows its progress bar as told, and leaves its report to us."""
+    """transformers shows its progress bar only where `progress` wants it, and logs no report."""
     from transformers import utils
 
     logging: Any = utils.logging

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Gather(NamedTuple):
-    """Where the keys of a step's rows lie, and who sees them."""
+    """Where the keys of a step's rows lie, and which tokens see them."""
 
     places: Tensor  # [L] page * page_size + offset
     seen: Tensor  # [T, L]

@@ -9,7 +9,7 @@ and every mask is None. A forward makes the same calls each time, and what a cal
 them: some blocks stand in several layers, and some layers attend more than once.
 
 What is served is what is understood. A model whose attention is given a mask or a tensor of its own, or that is not
-told positions, is refused; and self_check.py asks each model both ways at the start.
+given positions, is refused; and self_check.py asks each model both ways at the start.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class ServedModel:
 
         refuse(model.config)
         AttentionInterface.register(NAME, _attend)
-        with quiet(False):  # models that attend by themselves are told that they do
+        with quiet(False):  # models that attend by themselves warn of it
             model.set_attn_implementation(NAME)
         settle_experts(model)
         self.model = model.eval().requires_grad_(False)
@@ -239,8 +239,8 @@ class ServedModel:
 
 
 def _own_mask(model: Any) -> str | None:
-    """The buffer with which a model that attends by itself says who sees whom: by places of keys in the batch, which
-    here has the keys of all rows one after the other (GPT-Neo's windows)."""
+    """The buffer with which a model that attends by itself says which token sees which: by places of keys in the batch,
+    which here has the keys of all rows one after the other (GPT-Neo's windows)."""
     masks = (name for name, buffer in model.named_buffers() if buffer.dtype is torch.bool and buffer.ndim >= 3)
     return next(masks, None)
 

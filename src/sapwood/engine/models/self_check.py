@@ -1,4 +1,4 @@
-"""Whether a model answers here as it does in transformers, asked at every start before anybody is served.
+"""Whether a model answers here as it does in transformers, asked at every start before a request is served.
 
     Reference   two rows of some 20 tokens through the model as transformers runs it, before it is changed in any way;
                 and once more, with every number that a module answers rounded to one next to it
@@ -7,8 +7,8 @@
 Our logits must be as far from those of transformers as rounding can take them, and not further. How far that is depends
 on the model and its dtype, and is measured: it is the distance of the two references. In a model with experts one
 rounding may send a token to another expert, here or there. So the distance of a row is that of its middle token; and as
-every later token sees an early one, what is off is asked again with other rows. Whoever misreads a model does so with
-any rows.
+every later token sees an early one, what is off is asked again with other rows. An engine that misreads a model does so
+with any rows.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def reference_of(model: Any) -> Reference | ReferenceFailed:
         rows = [_tokens(row, length, int(text.vocab_size)) for row, length in enumerate(lengths * _MAX_TRIES)]
         with _as_it_is(model):
             alike = [_logits(model, rows[first :: len(lengths)]) for first in range(len(lengths))]  # of one length
-            said = [logits[at] for at in range(_MAX_TRIES) for logits in alike]
+            found = [logits[at] for at in range(_MAX_TRIES) for logits in alike]
             with _rounded_otherwise(model):
                 otherwise = [_logits(model, [tokens])[0] for tokens in rows[: len(lengths)]]
     except (MemoryError, torch.OutOfMemoryError):
@@ -82,7 +82,7 @@ def reference_of(model: Any) -> Reference | ReferenceFailed:
     finally:
         if model.device.type == "cuda":
             torch.cuda.empty_cache()  # what is free is counted after this
-    return Reference(rows, said, _most(map(_apart, said, otherwise)))
+    return Reference(rows, found, _most(map(_apart, found, otherwise)))
 
 
 def check(
@@ -102,27 +102,27 @@ def check(
             f"{name} cannot be served: what transformers says with these weights is no numbers (NaN or infinite); "
             "another dtype may be wide enough"
         )
-    most, told = _TOLERANCE * reference.rounding, []
+    most, off = _TOLERANCE * reference.rounding, []
     for first in range(0, len(reference.rows), len(_ROW_TOKENS)):
         some = slice(first, first + len(_ROW_TOKENS))
         rows = [tokens[:max_model_len] for tokens in reference.rows[some]]
         try:
-            said = _said(executor, config, rows)
+            found = _said(executor, config, rows)
         except Exception as error:
             if out_of_memory(error):
                 raise
             raise Unsupported(f"{name} cannot be served: a self-check of two rows fails ({_line(error)})") from error
-        triples = zip(rows, reference.logits[some], said, strict=True)
+        triples = zip(rows, reference.logits[some], found, strict=True)
         apart = _most(_apart(theirs[: len(row)][-len(ours) :], ours) for row, theirs, ours in triples)
         if apart <= most:
             log.info(
                 "self-check: off by %.1e from transformers, where rounding takes it by %.1e", apart, most / _TOLERANCE
             )
             return apart
-        told.append(f"{apart:.1e}")
+        off.append(f"{apart:.1e}")
     raise Unsupported(
         f"{name} cannot be served: its answers would not be those of transformers (a self-check of two rows is off by "
-        f"{', '.join(told)} with other tokens each time, where rounding explains {most:.1e}); skip_self_check=True "
+        f"{', '.join(off)} with other tokens each time, where rounding explains {most:.1e}); skip_self_check=True "
         "(--skip-self-check) serves it all the same"
     )
 
@@ -251,8 +251,8 @@ def _most(distances: Iterable[float]) -> float:
 def _apart(theirs: Tensor, ours: Tensor) -> float:
     """Of logits [tokens, vocabulary]: by the token in the middle. What adds the same to all logits changes nothing, and
     tokens that a model never says (its logits are the least number there is) do not count."""
-    said = ~(theirs[0] < -_NEVER_SAID_LOGIT)
-    theirs, ours = (each[:, said].double() for each in (theirs, ours))
+    possible = ~(theirs[0] < -_NEVER_SAID_LOGIT)
+    theirs, ours = (each[:, possible].double() for each in (theirs, ours))
     theirs, ours = (each - each.mean(-1, keepdim=True) for each in (theirs, ours))
     by_token = (theirs - ours).norm(dim=-1) / theirs.norm(dim=-1).clamp_min(1e-9)
     if not bool(by_token.isfinite().all()):

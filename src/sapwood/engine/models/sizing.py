@@ -7,11 +7,11 @@ Memory is divided by what a resident context needs, one that a later request can
     state       four slots: one that works, and snapshots at its prompt's end, behind its answer and where others
                 branch off. docs/design.md has what was measured with fewer and more
 
-A window costs a context of 1,000 tokens as much as one of 100,000, and nobody knows how long they will be. So windows
+A window costs a context of 1,000 tokens as much as one of 100,000, and how long they will be is not known. So windows
 get the share with which as little is lost where contexts are short (SHORT) as where they are long (LONG). Slots are
 weighed against contexts of 8,192 tokens. On the device rows that run need windows and slots, whatever else is
 resident: if the slots of max_num_seqs rows would take more than half of the memory, fewer rows run at a time, and that
-is said; their windows take no more than half.
+is logged; their windows take no more than half.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..flags import EngineConfig
 from ..transfer.arena import available_bytes, readable
 from .kv_groups import GroupSpec, longest_context
 
-CONTEXT_TOKENS = 8192  # tokens of the context that slots are weighed against, and in which room is told
+CONTEXT_TOKENS = 8192  # tokens of the context that slots are weighed against, and in which room is logged
 SHORT_TOKENS, LONG_TOKENS = 1024, 16384  # tokens of contexts that windows are weighed against
 SLOTS_PER_CONTEXT = 4  # of a resident context
 _SPARE_COLUMNS = 2  # columns of a window beyond those it covers: it begins inside a page, and grows into a new one
