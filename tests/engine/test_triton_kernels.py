@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.nn.functional import gelu, silu
 
-from sapwood.engine.executor.pinned_copies import PinnedCopies
 from sapwood.engine.executor.sampling import Sampler
+from sapwood.engine.executor.step_buffer import PinnedCopies
 from sapwood.engine.params import SamplingParams
 
 from .triton_kit import CARD, DEVICE, QUIET, elementwise_kernels, lora_kernels, sampling_kernels, step_kernels

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from sapwood import LLM, LoRARequest, SamplingParams
-from sapwood.engine.loading.updates import tensors_of
+from sapwood.engine.loading.weights import tensors_of
 
 from ..models.gpu import wide_config
 from ..models.zoo import CONFIGS

@@ -14,8 +14,8 @@ import pytest
 from sapwood.engine.executor import executor as executor_module
 from sapwood.engine.llm import LLM
 from sapwood.engine.loading.model_files import ModelError
-from sapwood.engine.loading.updates import read_update
-from sapwood.engine.models.gathered import GatheringCache
+from sapwood.engine.loading.weights import read_update
+from sapwood.engine.models.model import GatheringCache
 from sapwood.engine.params import SamplingParams
 
 from .test_llm import GREEDY, SMALL, ids, open_llm, said

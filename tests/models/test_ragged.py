@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from sapwood.cache import CacheGroup
-from sapwood.engine.executor.ragged import take_all_tokens
 from sapwood.engine.models.model import ServedModel
-from sapwood.engine.models.recurrent import Runs
+from sapwood.engine.models.recurrent import Runs, take_all_tokens
 from sapwood.engine.transfer.torch_mover import TorchArena
 
 from ..engine import triton_kit

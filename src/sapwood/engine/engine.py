@@ -25,8 +25,7 @@ from .executor.executor import ModelExecutor
 from .executor.rows import RequestRows
 from .executor.sampling import Sampler
 from .flags import EngineConfig
-from .loading.updates import Update
-from .loading.weights import find_model, import_transformers, load_model
+from .loading.weights import Update, find_model, import_transformers, load_model
 from .loop import EngineLoop
 from .lora.adapters import Adapters
 from .lora.process import Reader

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from .engine import Engine
 from .flags import from_flags
-from .loading.updates import read_update
+from .loading.weights import read_update
 from .params import SamplingParams
 from .progress import bar
 from .samples import Logprob, Sample

@@ -24,8 +24,7 @@ from sapwood.cache import PageCopy
 from sapwood.scheduler import Batch, Event, Plan, StepDone, StepFailed
 
 from ..models import recurrent
-from ..models.gathered import gather_of
-from ..models.model import Flat, ServedModel
+from ..models.model import Flat, ServedModel, gather_of
 from ..params import Likely
 from ..samples import StepLogprobs
 from ..transfer.torch_mover import TorchArena

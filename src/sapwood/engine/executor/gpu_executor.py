@@ -36,11 +36,9 @@ from .attention import ScoreOptions
 from .executor import ModelExecutor, Running, Scores
 from .graphs import Graphs
 from .packing import Packer, Sizes, StepSize
-from .pinned_copies import PinnedCopies
-from .ragged import take_all_tokens
 from .rows import BatchPiece, PlanRows, RowSource, pieces
 from .sampling import Logprobs, Sampled
-from .step_buffer import StepBuffer
+from .step_buffer import PinnedCopies, StepBuffer
 
 
 class GpuExecutor(ModelExecutor):
@@ -60,7 +58,7 @@ class GpuExecutor(ModelExecutor):
         self._slots = slots
         self._cuda = self.device.type == "cuda"
         self._windows = {group.name: group.window for group in served.groups if group.family != "state"}
-        self._ragged = self._state is not None and take_all_tokens(served.mixers, state_kernels)
+        self._ragged = self._state is not None and recurrent.take_all_tokens(served.mixers, state_kernels)
         self._sizes = Sizes(served.kept, self._windows, slots, most_tokens, self.device)
         self._scratch = self._sizes.scratch(self.device)
         self._buffer = StepBuffer(self._sizes.room(tuple(self._windows)), self.device)

@@ -20,9 +20,8 @@ from ..kernels import attention as kernels
 from ..kernels.steps import DeviceTables
 from ..models.model import LayerPages
 from .graphs import BUCKET_TOKENS
-from .pinned_copies import PinnedCopies
 from .rows import BatchPiece
-from .step_buffer import MAX_TABLE_CHANGES, LargestStep, ListRoom, Packed, StepBuffer
+from .step_buffer import MAX_TABLE_CHANGES, LargestStep, ListRoom, Packed, PinnedCopies, StepBuffer
 from .work_list import Tiles, work_list
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ..params import MOST_BAD_WORD_TOKENS, SamplingParams
 from .choosing import choose, on_rows
-from .pinned_copies import PinnedCopies
+from .step_buffer import PinnedCopies
 
 Ints = Sequence[int] | npt.NDArray[np.integer[Any]]
 
