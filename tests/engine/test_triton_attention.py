@@ -15,7 +15,7 @@ from sapwood.engine.executor.attention import PlainAttention, ScoreOptions, rows
 from sapwood.engine.executor.work_list import MIN_PART_KEYS, Tiles, work_list
 
 from .triton_kit import CARD, DEVICE, QUIET
-from .triton_kit import triton_attention as kernels
+from .triton_kit import attention_kernels as kernels
 
 pytestmark = QUIET
 PAGE = 16

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.nn.functional import gelu, silu
 
-from sapwood.engine.executor.pinned_copies import PinnedCopies
 from sapwood.engine.executor.sampling import Sampler
+from sapwood.engine.executor.step_buffer import PinnedCopies
 from sapwood.engine.params import SamplingParams
 
-from .triton_kit import CARD, DEVICE, QUIET, triton_elementwise, triton_lora, triton_sampling, triton_steps
+from .triton_kit import CARD, DEVICE, QUIET, elementwise_kernels, lora_kernels, sampling_kernels, step_kernels
 
 pytestmark = QUIET
 VOCABULARY = 151_936 if CARD else 300
@@ -47,7 +47,7 @@ def test_norms(dtype, plus_one):
             wide = x.double()
             normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
             right = normed * (weight.double() + plus_one)
-            assert close(triton_elementwise.rms_norm(x, weight, 1e-6, plus_one), right.to(dtype))
+            assert close(elementwise_kernels.rms_norm(x, weight, 1e-6, plus_one), right.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", KINDS)
@@ -66,10 +66,10 @@ def test_rotary_positions(dtype, heads, kv_heads, width):
         first, second = x.double().chunk(2, -1)
         return (x.double() * cos.double()[:, None] + torch.cat([-second, first], -1) * sin.double()[:, None]).to(dtype)
 
-    assert triton_elementwise.can_rotate(q, k, cos, sin)
-    found = triton_elementwise.rotary(q, k, cos, sin)
+    assert elementwise_kernels.can_rotate(q, k, cos, sin)
+    found = elementwise_kernels.rotary(q, k, cos, sin)
     assert close(found[0], turned(q)) and close(found[1], turned(k))
-    assert not triton_elementwise.can_rotate(q, k, cos[..., : width // 2], sin[..., : width // 2])
+    assert not elementwise_kernels.can_rotate(q, k, cos[..., : width // 2], sin[..., : width // 2])
 
 
 @pytest.mark.parametrize("dtype", KINDS)
@@ -78,8 +78,8 @@ def test_activations(dtype):
     for width in (24, 1100):
         both = some(1, 3, 2 * width, dtype=dtype)
         gate, up = both.double().chunk(2, -1)
-        assert close(triton_elementwise.silu_mul(both), (silu(gate) * up).to(dtype))
-        assert close(triton_elementwise.gelu_tanh_mul(both), (gelu(gate, approximate="tanh") * up).to(dtype))
+        assert close(elementwise_kernels.silu_mul(both), (silu(gate) * up).to(dtype))
+        assert close(elementwise_kernels.gelu_tanh_mul(both), (gelu(gate, approximate="tanh") * up).to(dtype))
 
 
 def lora_case(tokens: int, sizes: list[int], width: int, rank: int, dtype: torch.dtype, slots: int = 4) -> Any:
@@ -102,9 +102,9 @@ def lora_case(tokens: int, sizes: list[int], width: int, rank: int, dtype: torch
 
 
 def add(x: Any, y: Any, a: Any, b: Any, ranks: Any, of: Any, sizes: list[int]) -> None:
-    shrunk = triton_lora.room(x, a).fill_(torch.nan)
-    triton_lora.shrink(x, a, ranks, of, shrunk)
-    triton_lora.expand(shrunk, y, b, ranks, of, triton_lora.out_blocks(sizes, a))
+    shrunk = lora_kernels.room(x, a).fill_(torch.nan)
+    lora_kernels.shrink(x, a, ranks, of, shrunk)
+    lora_kernels.expand(shrunk, y, b, ranks, of, lora_kernels.out_blocks(sizes, a))
 
 
 @pytest.mark.parametrize("dtype", PRODUCTS)
@@ -157,7 +157,7 @@ def test_an_adapter_mixed_is_the_adapter_alone(dtype):
 def samplers(rows: int, params: list[SamplingParams]) -> tuple[Sampler, Sampler]:
     """One that sorts, and one with the kernel, for the same requests."""
     pair = Sampler(rows, VOCABULARY, DEVICE, random.Random(1)), Sampler(rows, VOCABULARY, DEVICE, random.Random(1))
-    pair[0]._kernel, pair[1]._kernel = None, triton_sampling.choose
+    pair[0]._kernel, pair[1]._kernel = None, sampling_kernels.choose
     for slot, each in enumerate(params):
         for sampler in pair:
             sampler.seat(slot, each, [1], [], [], 0)
@@ -172,8 +172,8 @@ def test_sampling_is_that_of_a_sort(seed, monkeypatch):
     Mutation: `need` is not rounded up; `_search` keeps what is above `high`; `token` is one too far; ties are dropped.
     """
     if not CARD:
-        monkeypatch.setattr(triton_sampling, "_TILE", 32)
-        monkeypatch.setattr(triton_sampling, "_LONG", 64)
+        monkeypatch.setattr(sampling_kernels, "_TILE", 32)
+        monkeypatch.setattr(sampling_kernels, "_LONG", 64)
     rng = random.Random(seed)
     rows = 64 if CARD else 5
     params = [
@@ -202,8 +202,8 @@ def test_sampling_is_that_of_a_sort(seed, monkeypatch):
 def test_rows_of_nan_are_bad_and_harm_nobody(monkeypatch):
     """Mutation: `_search` goes on while `low` is below `high` by one."""
     if not CARD:
-        monkeypatch.setattr(triton_sampling, "_TILE", 32)
-        monkeypatch.setattr(triton_sampling, "_LONG", 64)
+        monkeypatch.setattr(sampling_kernels, "_TILE", 32)
+        monkeypatch.setattr(sampling_kernels, "_LONG", 64)
     params = [SamplingParams(temperature=1.0, top_k=40, top_p=0.9, seed=1)] * 3
     sorting, kernel = samplers(3, params)
     logits = some(3, VOCABULARY)
@@ -221,7 +221,7 @@ def test_what_is_put_and_fetched():
     Mutation: `PinnedCopies._take` begins anew in a part that is still read; `put` keeps the caller's memory.
     """
     rng = np.random.default_rng(3)
-    link = PinnedCopies(torch.device(DEVICE), triton_steps.move)
+    link = PinnedCopies(torch.device(DEVICE), step_kernels.move)
     busy = some(2048, 2048) if CARD else None
     put = []
     for n in range(60):

@@ -15,14 +15,14 @@ if not CARD:
     pytest.importorskip("triton", reason="no GPU and no Triton, whose interpreter would stand in for one")
     if tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4):
         pytest.skip("Triton's interpreter needs numpy before 2.4", allow_module_level=True)
-from sapwood.engine.kernels import attention as triton_attention  # noqa: E402
-from sapwood.engine.kernels import elementwise as triton_elementwise  # noqa: E402
-from sapwood.engine.kernels import lora as triton_lora  # noqa: E402
-from sapwood.engine.kernels import sampling as triton_sampling  # noqa: E402
-from sapwood.engine.kernels import states as triton_states  # noqa: E402
-from sapwood.engine.kernels import steps as triton_steps  # noqa: E402
+from sapwood.engine.kernels import attention as attention_kernels  # noqa: E402
+from sapwood.engine.kernels import elementwise as elementwise_kernels  # noqa: E402
+from sapwood.engine.kernels import lora as lora_kernels  # noqa: E402
+from sapwood.engine.kernels import sampling as sampling_kernels  # noqa: E402
+from sapwood.engine.kernels import states as state_kernels  # noqa: E402
+from sapwood.engine.kernels import steps as step_kernels  # noqa: E402
 
-__all__ = ["CARD", "DEVICE", "QUIET", "triton_attention", "triton_elementwise", "triton_lora", "triton_sampling"]
-__all__ += ["triton_states", "triton_steps"]
+__all__ = ["CARD", "DEVICE", "QUIET", "attention_kernels", "elementwise_kernels", "lora_kernels", "sampling_kernels"]
+__all__ += ["state_kernels", "step_kernels"]
 DEVICE = "cuda" if CARD else "cpu"
 QUIET = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # of the interpreter

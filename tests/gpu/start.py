@@ -27,9 +27,9 @@ def child(layers: int, one_by_one: bool) -> None:
     imports = time.perf_counter() - begin
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     if one_by_one:
-        from sapwood.engine.kernels import launch as triton_launch
+        from sapwood.engine.kernels import launch
 
-        triton_launch.compiling = lambda *_: nullcontext()
+        launch.compiling = lambda *_: nullcontext()
     config = {**QWEN3_8B, "num_hidden_layers": layers}
     with opened(config, max_model_len=40960, max_num_seqs=72) as llm:
         engine: Any = llm.engine

@@ -12,7 +12,7 @@ import torch
 from transformers.models.bamba import modeling_bamba as bamba
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
-from sapwood.engine.kernels import states as triton_states
+from sapwood.engine.kernels import states as state_kernels
 from sapwood.engine.models.recurrent import Runs
 
 HEADS, WIDE = 32, 128  # of Qwen3-Next; Bamba's are 128 of 64, with states of 128
@@ -49,11 +49,11 @@ def measured(lengths: list[int]) -> str:
     dt, b, c = some(tokens, 128, 1).expand(-1, -1, 64), some(tokens, 1, 128), some(tokens, 1, 128)
     a = -some(128, dtype=torch.float32).abs()[:, None, None].expand(-1, 64, 128)
     d = some(128)[:, None].expand(-1, 64)
-    delta_rule = partial(triton_states.delta_rule, use_qk_l2norm_in_kernel=True)
-    scan = partial(triton_states.scan, D=d, dt_bias=d, dt_softplus=True)
+    delta_rule = partial(state_kernels.delta_rule, use_qk_l2norm_in_kernel=True)
+    scan = partial(state_kernels.scan, D=d, dt_bias=d, dt_softplus=True)
     told = [
         milliseconds(lambda: delta_rule(given, q, k, v, g, beta, state)),
-        milliseconds(lambda: triton_states.conv(given, x, conv, weight, None, "silu")),
+        milliseconds(lambda: state_kernels.conv(given, x, conv, weight, None, "silu")),
         milliseconds(lambda: scan(given, state2, x2, dt, a, b, c)),
     ]
     line = f"{len(lengths)} rows, {tokens} tokens: "

@@ -339,7 +339,7 @@ def figure_memory() -> None:
 
 def figure_sampling() -> None:
     """64 rows with temperature, top_k and top_p: the sampler's whole call, then its kernel alone."""
-    from sapwood.engine.kernels import sampling as triton_sampling
+    from sapwood.engine.kernels import sampling as sampling_kernels
 
     logits = (torch.randn(ROWS, VOCABULARY, device="cuda") * 3).to(torch.bfloat16)
     kinds: dict[str, dict[str, Any]] = {
@@ -351,7 +351,7 @@ def figure_sampling() -> None:
     slots, index = np.arange(ROWS), np.zeros(ROWS, np.int64)
     for kind, fields in kinds.items():
         told = []
-        for kernel in (triton_sampling.choose, None):
+        for kernel in (sampling_kernels.choose, None):
             sampler = Sampler(ROWS, VOCABULARY, "cuda", random.Random(0))
             sampler._kernel = kernel
             for slot in range(ROWS):
@@ -366,7 +366,7 @@ def figure_sampling() -> None:
     weights = ((logits.float() - logits.float().amax(-1, keepdim=True)) / 0.8).exp()
     numbers = torch.tensor([[0.0, 50, 0.9, 0.4]] * ROWS, dtype=torch.float64, device="cuda")
     whole = torch.tensor([[0.0, VOCABULARY, 0.9, 0.4]] * ROWS, dtype=torch.float64, device="cuda")
-    told = [f"{milliseconds(lambda n=n: triton_sampling.choose(weights, n)):.3f}" for n in (numbers, whole)]
+    told = [f"{milliseconds(lambda n=n: sampling_kernels.choose(weights, n)):.3f}" for n in (numbers, whole)]
     say(f"| the kernel alone, ms | top_k 50, top_p 0.9: {told[0]} | top_p 0.9: {told[1]} |")
 
 

@@ -338,23 +338,25 @@ class _small_pool:
     """Inside, engines get so few pages and slots that not all rows fit, and rows come in without room to spare."""
 
     def __enter__(self) -> None:
-        from sapwood.engine import engine as core
+        from sapwood.engine import engine as engine_module
+        from sapwood.engine.models import sizing
 
-        self._size = inner = core.size
+        self._size = inner = sizing.size
 
         def size(*arguments: Any, **more: Any) -> Any:
             sized = inner(*arguments, **more)
             groups = tuple(_smaller(group) for group in sized.groups)
             return sized._replace(groups=groups)
 
-        core.size = size
-        self._config = core.SchedulerConfig
-        core.SchedulerConfig = partial(self._config, headroom=0)
+        sizing.size = size
+        self._config = engine_module.SchedulerConfig
+        engine_module.SchedulerConfig = partial(self._config, headroom=0)
 
     def __exit__(self, *_: object) -> None:
-        from sapwood.engine import engine as core
+        from sapwood.engine import engine as engine_module
+        from sapwood.engine.models import sizing
 
-        core.size, core.SchedulerConfig = self._size, self._config
+        sizing.size, engine_module.SchedulerConfig = self._size, self._config
 
 
 def _smaller(group: Any) -> Any:

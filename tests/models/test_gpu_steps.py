@@ -15,13 +15,13 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4):
     pytest.skip("Triton's interpreter needs numpy before 2.4", allow_module_level=True)
 
-from sapwood.engine import engine as core
+from sapwood.engine import engine as engine_module
 from sapwood.engine.executor import gpu_executor as gpu_steps
 from sapwood.engine.executor import packing
 from sapwood.engine.executor.gpu_executor import GpuExecutor
 from sapwood.engine.executor.graphs import Graphs
 from sapwood.engine.executor.packing import Sizes
-from sapwood.engine.executor.pieces import pieces
+from sapwood.engine.executor.rows import pieces
 from sapwood.engine.llm import LLM
 from sapwood.engine.params import SamplingParams
 
@@ -58,7 +58,7 @@ def answers(folder: Any, overlap: int, fails: bool = False, at: int = 0) -> list
 
             llm.engine.executor.begin = sometimes  # type: ignore[method-assign]
         outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in PROMPTS], PARAMS, use_tqdm=False)
-        assert isinstance(llm.engine.executor, GpuExecutor) == core.has_kernels(llm.engine.device, "float32")
+        assert isinstance(llm.engine.executor, GpuExecutor) == engine_module.has_kernels(llm.engine.device, "float32")
     return [
         (
             output.outputs[0].token_ids,
@@ -85,7 +85,7 @@ def test_the_same_as_the_other_executor(name, tmp_path, monkeypatch):
     build(name, torch.float32).save_pretrained(tmp_path)
     right = answers(tmp_path, 1)
     assert len({tuple(tokens) for tokens, *_ in right}) > 2 and len(right[3][3]) == len(PROMPTS[3])
-    monkeypatch.setattr(core, "has_kernels", lambda device, dtype: True)
+    monkeypatch.setattr(engine_module, "has_kernels", lambda device, dtype: True)
     assert same(answers(tmp_path, 1), right)
     if name == "qwen3":
         assert [tokens for tokens, *_ in answers(tmp_path, 1, fails=True)] == [tokens for tokens, *_ in right]
@@ -104,7 +104,7 @@ def test_S16_steps_pass_what_31_bits_hold(tmp_path, monkeypatch):
     Mutation: `DecodeRows.shown` adds `np.int32(self.planned)`.
     """
     build("qwen3", torch.float32).save_pretrained(tmp_path)
-    monkeypatch.setattr(core, "has_kernels", lambda device, dtype: True)
+    monkeypatch.setattr(engine_module, "has_kernels", lambda device, dtype: True)
     young = answers(tmp_path, 1)
     assert same(answers(tmp_path, 1, at=2**31 - 2), young)
 

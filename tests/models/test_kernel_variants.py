@@ -26,10 +26,10 @@ if torch.cuda.is_available():
 if not hasattr(triton, "AsyncCompileMode"):
     pytest.skip("this Triton compiles one kernel after the other", allow_module_level=True)
 
-from sapwood.engine import engine as core
+from sapwood.engine import engine as engine_module
 from sapwood.engine.executor import sampling
-from sapwood.engine.kernels import launch as triton_launch
-from sapwood.engine.kernels import steps as triton_steps
+from sapwood.engine.kernels import launch as launch_module
+from sapwood.engine.kernels import steps as step_kernels
 from sapwood.engine.kernels.launch import compiling, launch
 from sapwood.engine.kernels.sampling import choose
 from sapwood.engine.llm import LLM
@@ -84,7 +84,7 @@ class Driver:
 @pytest.fixture(autouse=True)
 def no_card(monkeypatch, tmp_path):
     monkeypatch.setattr(driver, "_active", Driver())
-    monkeypatch.setattr(triton_steps._change, "device_caches", defaultdict(triton_steps._change.create_binder))
+    monkeypatch.setattr(step_kernels._change, "device_caches", defaultdict(step_kernels._change.create_binder))
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path / "triton"))
     Launcher.made.clear()
     Launcher.launched.clear()
@@ -99,18 +99,18 @@ def noted() -> Iterator[set[tuple[str, str]]]:
         found.add((fn.name.rpartition(".")[2], key))
         return True  # it is not compiled
 
-    before = triton_launch._ahead.set(triton_launch._Ahead())
+    before = launch_module._ahead.set(launch_module._Ahead())
     knobs.runtime.jit_cache_hook = note
     try:
         yield found
     finally:
         knobs.runtime.jit_cache_hook = None
-        triton_launch._ahead.reset(before)
+        launch_module._ahead.reset(before)
 
 
 def change() -> tuple[Any, ...]:
     numbers = torch.zeros(64, dtype=torch.int32)
-    return triton_steps._change, (1,), numbers, numbers, numbers
+    return step_kernels._change, (1,), numbers, numbers, numbers
 
 
 def test_compiled_ahead_and_launched_once_it_is():
@@ -119,7 +119,7 @@ def test_compiled_ahead_and_launched_once_it_is():
     Mutation: `launch` runs kernels inside `compiling`; `_compiled` leaves the launcher for the first launch; `_Ahead`
     asks about every launch.
     """
-    caches = triton_steps._change.device_caches
+    caches = step_kernels._change.device_caches
     asked = []
     knobs.runtime.jit_cache_hook = lambda **asks: asked.append(asks["key"]) and False
     try:
@@ -163,9 +163,11 @@ def test_steps_need_no_kernel_that_was_not_compiled_ahead(name, tmp_path, monkey
     tiles, or without the tokens that were drawn.
     """
     build(name, torch.float32).save_pretrained(tmp_path)
-    monkeypatch.setattr(core, "has_kernels", lambda device, dtype: True)
+    monkeypatch.setattr(engine_module, "has_kernels", lambda device, dtype: True)
     monkeypatch.setattr(patches._Question, "stays_the_same", lambda self: True)
-    monkeypatch.setattr(core, "patch_for", lambda model, device: patches.patch(model, patches.triton_kernels()))
+    monkeypatch.setattr(
+        engine_module, "patch_for", lambda model, device: patches.patch(model, patches.triton_kernels())
+    )
     monkeypatch.setattr(sampling, "_kernel", lambda device: choose)
     with noted() as ahead:
         llm = LLM(str(tmp_path), **FLAGS)

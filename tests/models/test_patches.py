@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from sapwood.engine.loading.updates import read_update, tensors_of
+from sapwood.engine.loading.weights import read_update, tensors_of
 from sapwood.engine.lora.adapters import Adapters
 from sapwood.engine.models.fused import Fused, FusedPart
 from sapwood.engine.models.model import ServedModel

@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from sapwood.cache import CacheGroup
-from sapwood.engine.executor.ragged import take_all_tokens
 from sapwood.engine.models.model import ServedModel
-from sapwood.engine.models.recurrent import Runs
+from sapwood.engine.models.recurrent import Runs, take_all_tokens
 from sapwood.engine.transfer.torch_mover import TorchArena
 
 from ..engine import triton_kit
-from ..engine.triton_kit import triton_states
+from ..engine.triton_kit import state_kernels
 from .zoo import STATEFUL, build
 
 pytestmark = triton_kit.QUIET
@@ -53,7 +52,7 @@ def test_every_mixer_can(name, caplog):
     `InPlace` gives a copy.
     """
     model = served(name)
-    assert take_all_tokens(model.mixers, triton_states) and len(model.mixers.ragged) == len(model.mixers.layers) > 0
+    assert take_all_tokens(model.mixers, state_kernels) and len(model.mixers.ragged) == len(model.mixers.layers) > 0
     assert not [record for record in caplog.records if record.name.startswith("sapwood")]
 
 
@@ -65,14 +64,14 @@ def test_what_is_wrong_is_not_used(caplog):
     """
 
     def off(run: Runs, x: Any, *rest: Any, **more: Any) -> Any:
-        return triton_states.conv(run, x, *rest, **more) * 1.01
+        return state_kernels.conv(run, x, *rest, **more) * 1.01
 
     def cannot(*_: Any, **__: Any) -> Any:
         raise NotImplementedError("not here")
 
     for wrong in (off, cannot):
         model = served("bamba")
-        functions = types.SimpleNamespace(**{name: getattr(triton_states, name) for name in triton_states.__all__})
+        functions = types.SimpleNamespace(**{name: getattr(state_kernels, name) for name in state_kernels.__all__})
         functions.conv = wrong
         with caplog.at_level(logging.WARNING, "sapwood"):
             assert not take_all_tokens(model.mixers, functions)
@@ -90,7 +89,7 @@ def test_a_chunk_is_the_same_wherever_it_is_cut(name):
     """
     model = served(name)
     mixers = model.mixers
-    assert take_all_tokens(mixers, triton_states)
+    assert take_all_tokens(mixers, state_kernels)
     layer, module = next(iter(mixers.layers.items()))
     size = model.model.config.hidden_size
     memory = mixers._memory[layer]

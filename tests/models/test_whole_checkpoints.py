@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from sapwood import LLM, SamplingParams
-from sapwood.engine import engine as core
+from sapwood.engine.models import sizing
 
 from .zoo import build, prompt, torch, transformers
 
@@ -93,10 +93,10 @@ def test_a_host_too_small_is_no_reason_not_to_start(tmp_path, caplog, monkeypatc
     """Host memory that nobody asked for: where there is too little, the model is served without, which is said. With a
     store, or by a flag, it was asked for.
 
-    Mutation: `_size` refuses; or drops the store silently.
+    Mutation: `size_for` refuses; or drops the store silently.
     """
     build("bamba").save_pretrained(tmp_path)
-    monkeypatch.setattr(core, "available_bytes", lambda: 30_000)
+    monkeypatch.setattr(sizing, "available_bytes", lambda: 30_000)
     with caplog.at_level(logging.WARNING), LLM(str(tmp_path), host_cache="auto", **FLAGS) as llm:
         assert "no host cache" in caplog.text and "host_cache" in caplog.text
         assert all(not tiers["host"]["capacity"] for tiers in llm.stats()["cache"]["pages"].values())
@@ -115,13 +115,13 @@ def test_a_context_that_would_change_its_company_is_lowered(tmp_path, caplog):
     build("phi3", torch.float32).save_pretrained(tmp_path)
     caplog.set_level(logging.WARNING, "sapwood")
     with LLM(str(tmp_path), **FLAGS) as llm:
-        assert llm.engine.max_model_len == 128
+        assert llm.engine.requests.max_model_len == 128
         (output,) = llm.generate([{"prompt_token_ids": prompt(1, 20)}], use_tqdm=False)
         assert output.outputs[0].token_ids
     assert any("max_model_len lowered from 512 to 128" in line and "longrope" in line for line in caplog.messages)
     caplog.clear()
     with LLM(str(tmp_path), max_model_len=64, **FLAGS) as llm:
-        assert llm.engine.max_model_len == 64
+        assert llm.engine.requests.max_model_len == 64
     assert not any("lowered" in line for line in caplog.messages)
 
 

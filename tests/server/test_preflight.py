@@ -137,7 +137,7 @@ def test_S18_what_cannot_work_is_said_at_once(name, answers):
 def test_S18_nothing_was_loaded_for_it(answers):
     """Neither torch nor the server itself: what it takes to say so is the flags, and small files.
 
-    Mutation: serve.py imports `running` at its top; preflight.py of the engine imports `find_model` of one that does.
+    Mutation: command.py imports lifecycle.py at its top; weights.py of the engine imports torch at its top.
     """
     assert answers["imported"] == (0, "")
 

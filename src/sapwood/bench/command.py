@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sapwood.engine.arguments import add_engine_arguments, engine_config, given_flags, parsed
-from sapwood.engine.loading.preflight import check_start
+from sapwood.engine.loading.weights import check_start
 
 from . import cache, calibrate, latency, profile, serve, throughput
 from .tables import BenchReport, as_json, as_text, differences, read_json

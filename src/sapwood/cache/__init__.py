@@ -4,13 +4,13 @@ from .admission import Reserve
 from .arguments import token_bytes, whole_number
 from .contents import held_events
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from .explain import Explanation
 from .facade import HybridPrefixCache
 from .families import Family, register_family
 from .group import CacheGroup, validate_groups
 from .host_pins import PinnedOnHost
 from .lease import Binding, Lease, Match, PageCopy, Span
 from .load import Landed
+from .match import Explanation
 from .namespace import Namespace
 from .pool import PoolError
 from .publish import Replaced

@@ -19,14 +19,14 @@ from .check import check
 from .checkpoints import Checkpoints
 from .contents import outline
 from .events import AllBlocksCleared, KVEvent
-from .explain import Explanation, explain
+from .explain import explain
 from .follow import Follower
 from .group import DEVICE, HOST, CacheGroup, validate_groups
 from .hashes import chain, divided
 from .host_pins import HostPins, PinnedOnHost
 from .lease import Binding, Lease, Match, PageCopy, Span
 from .load import Landed, Loads
-from .match import Matcher
+from .match import Explanation, Matcher
 from .namespace import Namespace, checked
 from .page_ids import Ids
 from .publish import Publisher

@@ -45,8 +45,9 @@ class Statistics:
         """A request counts once: not again when it comes back after a retraction."""
         if match.binding.prompt:
             return
-        lease.reason = self.matcher.refine(match) if len(self.tree.ghosts) else match.reason
-        match.binding.prompt = lease.length
+        found = self.matcher.found(match)
+        lease.reason = found.reason
+        match.binding.prompt, match.binding.found = lease.length, found
         self._count(lease, 1)
 
     def load_failed(self, lease: Lease) -> None:

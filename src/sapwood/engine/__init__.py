@@ -1,4 +1,4 @@
-"""The hands: what moves bytes and runs the model. Importing this package imports nothing of it, and not torch.
+"""The engine: what moves bytes and runs the model. Importing this package imports nothing of it, and not torch.
 
 - `PageLayout`, `PagePart`: what a page of a group is made of.
 - `HostArena`, `DeviceArena`, `with_host_bytes`: where the bytes of pages lie.

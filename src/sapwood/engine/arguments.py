@@ -58,13 +58,13 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
 
 
 def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
-    """`parser.parse_args`, for people: underscores are as good as dashes, and whoever mistypes an option is asked
+    """`parser.parse_args`, for people: underscores are as good as dashes, and for a mistyped option the user is asked
     whether he meant the nearest one."""
     known = set(_options(parser))
     asked, unknown = parser.parse_known_args(list(_dashed(parser, arguments, known)))
     if unknown:
-        said = next((word for word in unknown if word.startswith("-")), "").partition("=")[0]
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{like(said, known) if said else ''}")
+        words = next((word for word in unknown if word.startswith("-")), "").partition("=")[0]
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{like(words, known) if words else ''}")
     return asked
 
 
@@ -130,5 +130,5 @@ def _size(text: str) -> int:
 
 def _words(kind: type) -> dict[str, str]:
     """What the docstring of a dataclass says of each field."""
-    said = _WORDS.findall(kind.__doc__ or "")
-    return {name: " ".join(text.split()) for names, text in said for name in names.split(", ")}
+    words = _WORDS.findall(kind.__doc__ or "")
+    return {name: " ".join(text.split()) for names, text in words for name in names.split(", ")}

@@ -1,4 +1,4 @@
-"""Text from tokens, as they come: a character is told when its last byte is there. No torch here: the API process makes
+"""Text from tokens, as they come: a character appears when its last byte is there. No torch here: the API process makes
 the text of a server.
 
 Byte-level vocabularies, which most models have, are a table: the text of a token where that is whole characters, its

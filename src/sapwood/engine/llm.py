@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from .engine import Engine
 from .flags import from_flags
-from .loading.updates import read_update
+from .loading.weights import read_update
 from .params import SamplingParams
 from .progress import bar
 from .samples import Logprob, Sample
@@ -51,7 +51,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """`error`: why it failed, if its `finish_reason` is "error"; what it had said until then is there."""
+    """`error`: why it failed, if its `finish_reason` is "error"; what it had generated until then is there."""
 
     request_id: str
     prompt: str | None
@@ -71,7 +71,7 @@ class LLM:
     command line, with underscores. Close it, or use it in a `with`."""
 
     def __init__(self, model: str | None = None, **flags: Any) -> None:
-        self.engine = Engine(from_flags(model, {"max_mixed_tokens": 0, **flags}))  # nobody waits for single tokens
+        self.engine = Engine(from_flags(model, {"max_mixed_tokens": 0, **flags}))  # no client waits for single tokens
         self._numbers = itertools.count()
 
     def __enter__(self) -> LLM:
@@ -81,7 +81,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Give everything back. Whoever still runs is aborted."""
+        """Give everything back. Requests that still run are aborted."""
         self.engine.close()
 
     def get_tokenizer(self) -> Any:
@@ -144,14 +144,14 @@ class LLM:
             for _ in self._run(jobs, None):
                 yield self._output(jobs[0])
         finally:
-            self.engine.abort(jobs[0].samples)
+            self.engine.requests.abort(jobs[0].samples)
 
     def explain(self, prompt: Prompt, cache_salt: str | None = None) -> Any:
         """How much of a prompt is cached now, and why no more."""
         from sapwood.cache import Namespace
 
         _, ids = self._tokens(prompt)
-        return self.engine.scheduler.cache.explain(Namespace(None, cache_salt, self.engine.version), ids)
+        return self.engine.scheduler.cache.explain(Namespace(None, cache_salt, self.engine.requests.version), ids)
 
     def stats(self) -> dict[str, Any]:
         """What the scheduler, the cache and the tiers have done."""
@@ -163,9 +163,9 @@ class LLM:
         again."""
         engine = self.engine
         engine.begin_update(read_update(engine.served.model, path), abort)
-        while engine.updating:
-            engine.step()
-            engine.rest(1.0)
+        while engine.requests.updating:
+            engine.requests.step()
+            engine.requests.rest(1.0)
 
     # ---- inside
 
@@ -181,11 +181,11 @@ class LLM:
                 if isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None:
                     wanted = replace(wanted, cache_salt=prompt["cache_salt"])
                 id = str(next(self._numbers))
-                samples = self.engine.submit(id, ids, wanted, self._adapter(adapter))
+                samples = self.engine.requests.submit(id, ids, wanted, self._adapter(adapter))
                 jobs.append(_PromptJob(id, text, ids, samples, adapter))
         except BaseException:
             for job in jobs:
-                self.engine.abort(job.samples)
+                self.engine.requests.abort(job.samples)
             raise
         return jobs
 
@@ -216,37 +216,35 @@ class LLM:
     def _run(self, jobs: Sequence[_PromptJob], shown: Any) -> Iterator[None]:
         """Step until these are over. Yields whenever one of them has got further."""
         running = [job for job in jobs if not job.over]
-        told = {job.id: 0 for job in jobs}
+        yielded = {job.id: 0 for job in jobs}
         try:
             while running:
-                self.engine.step()
+                self.engine.requests.step()
                 grown = {job.id: job.tokens for job in running}
                 still = [job for job in running if not job.over]
                 if shown is not None:
                     shown.update(len(running) - len(still))
-                if len(still) < len(running) or any(told[id] < tokens for id, tokens in grown.items()):
+                if len(still) < len(running) or any(yielded[id] < tokens for id, tokens in grown.items()):
                     yield
-                told |= grown
+                yielded |= grown
                 running = still
-                self.engine.rest(1.0)
+                self.engine.requests.rest(1.0)
         except KeyboardInterrupt:
             for job in jobs:
-                self.engine.abort(job.samples)
+                self.engine.requests.abort(job.samples)
             raise
 
     def _output(self, job: _PromptJob) -> RequestOutput:
         first = job.samples[0]
-        miss = None  # also where a store or a neighbour had more than was here when it came
-        if first.miss.reason != "hit" and first.cached <= first.miss.position:
-            miss = Miss(first.miss.reason, first.miss.position)
+        cache = first.cache
         return RequestOutput(
             job.id,
             job.prompt,
             job.ids,
             [_completion(sample) for sample in job.samples],
             job.over,
-            first.cached,
-            miss,
+            cache.cached,
+            Miss(cache.reason, cache.position) if cache.missed else None,
             job.lora,
             list(first.prompt_logprobs) if first.scores_prompt else None,
             next((sample.error for sample in job.samples if sample.error), None),

@@ -1,4 +1,4 @@
-"""The step loop: scheduler, executor and tiers joined. Whoever serves calls `step` and `rest` in turn, from one thread.
+"""The step loop: scheduler, executor and tiers joined. One thread calls `step` and `rest` in turn.
 
     submit, tell,
     tiers.poll -----> scheduler --plan--> tiers.begin ---> executor.begin ... executor.finish ---> tiers.poll
@@ -68,7 +68,7 @@ class _BegunPlan:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.error: Exception | None = None  # it could not begin; told when it is its turn
+        self.error: Exception | None = None  # it could not begin; reported when it is its turn
         self.over: set[str] = set()  # rows whose requests have ended since, or whose plan counts as failed
 
 
@@ -80,7 +80,7 @@ class Step(NamedTuple):
     events: list[Event]
     ended: list[Ended]
     done: list[FinishedPlan]
-    over: list[set[str]]  # for each of `done`: rows that nobody waits for any more
+    over: list[set[str]]  # for each of `done`: rows whose requests are over
     in_flight: int
 
     @property
@@ -129,12 +129,12 @@ class EngineLoop:
         self.step_sizes = [0] * STEP_SIZES  # steps done, by their tokens: up to 1, 2, 4, 8 ... and any more
         self.step_tokens = 0  # of all of them
         halves = hasattr(executor, "begin") and hasattr(executor, "finish")
-        self._hands: Any = executor if halves else _AtOnce(executor)
-        self._beside = scheduler.config.overlap if halves else 0  # plans that run on while the next is begun
-        self._flights: deque[_BegunPlan] = deque()
+        self._halves: Any = executor if halves else _AtOnce(executor)
+        self._max_beside = scheduler.config.overlap if halves else 0  # plans that may run while the next is begun
+        self._in_flight: deque[_BegunPlan] = deque()
         self._last: Step | None = None
         self._closed = False
-        self._told: set[str] = set()  # errors of which a traceback was logged
+        self._logged: set[str] = set()  # errors of which a traceback was logged
 
     def submit(self, specs: Sequence[RequestSpec]) -> None:
         """Take these requests, or none of them (`Refused`)."""
@@ -145,7 +145,7 @@ class EngineLoop:
         self._last = None
 
     def tell(self, events: Sequence[Event]) -> list[Ended]:
-        """What happened to requests outside: Abort, Finish. Returns those that are over."""
+        """Events from outside: Abort, Finish. Returns the requests that are over."""
         self._last = None
         return self._over(self.scheduler.advance(events))
 
@@ -165,52 +165,52 @@ class EngineLoop:
             self._begin(plan, rows)
         done: list[FinishedPlan] = []
         over: list[set[str]] = []
-        # One plan is finished; and what could not begin is told as soon as it is its turn, before anything is planned.
-        while self._flights and (self._flights[0].error or (not done and self._must_finish(rows))):
-            flight = self._flights.popleft()
-            finished, ends = self._finish(flight)
+        # One plan is finished; one that could not begin is reported when it is its turn, before anything is planned.
+        while self._in_flight and (self._in_flight[0].error or (not done and self._must_finish(rows))):
+            begun = self._in_flight.popleft()
+            finished, ends = self._finish(begun)
             done.append(finished)
-            over.append(flight.over)
+            over.append(begun.over)
             ended += ends
         later = self.tiers.poll() if not plan.empty or done else []
         if later:
             ended += self._over(self.scheduler.advance(later))
         events += [each.event for each in done]
-        self._last = Step(plan, events + later, ended, done, over, len(self._flights))
+        self._last = Step(plan, events + later, ended, done, over, len(self._in_flight))
         return self._last
 
     def _must_finish(self, begun: bool) -> bool:
-        return not begun or len(self._flights) > self._beside
+        return not begun or len(self._in_flight) > self._max_beside
 
     def _begin(self, plan: Plan, rows: bool) -> None:
         if not rows:
-            if isinstance(self._hands, _AtOnce):
-                self._hands.execute(plan)
+            if isinstance(self._halves, _AtOnce):
+                self._halves.execute(plan)
             return
-        flight = _BegunPlan(plan)
-        self._flights.append(flight)
+        begun = _BegunPlan(plan)
+        self._in_flight.append(begun)
         try:
-            self._hands.begin(plan)
+            self._halves.begin(plan)
         except AssertionError:
             raise
         except Exception as error:
-            flight.error = error
-        except BaseException as error:  # Ctrl-C: whoever goes on afterwards, if only to close, finds a failed step
-            flight.error = RuntimeError(f"interrupted ({type(error).__name__})")
+            begun.error = error
+        except BaseException as error:  # Ctrl-C: the next call, if only to close, finds a failed step
+            begun.error = RuntimeError(f"interrupted ({type(error).__name__})")
             raise
 
-    def _finish(self, flight: _BegunPlan) -> tuple[FinishedPlan, list[Ended]]:
-        """What became of a plan, told to the scheduler. If it failed, those begun behind it count as failed too."""
-        step = flight.plan.step
+    def _finish(self, begun: _BegunPlan) -> tuple[FinishedPlan, list[Ended]]:
+        """Wait for a plan and report it to the scheduler. If it failed, those begun behind it count as failed too."""
+        step = begun.plan.step
         assert step is not None
         event: StepDone | StepFailed
         try:
-            if flight.error is not None:
-                raise flight.error
-            (event,) = self._hands.finish()
+            if begun.error is not None:
+                raise begun.error
+            (event,) = self._halves.finish()
             ended = self._over(self.scheduler.advance([event]))  # what it cannot take has changed nothing
             if isinstance(event, StepDone):
-                tokens = len(flight.plan.batch.tokens)
+                tokens = len(begun.plan.batch.tokens)
                 self.step_sizes[min((tokens - 1).bit_length(), STEP_SIZES - 1)] += 1
                 self.step_tokens += tokens
         except AssertionError:
@@ -218,20 +218,20 @@ class EngineLoop:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"[:1000]
             event = StepFailed(step, reason, tuple(getattr(error, "culprits", ())))
-            log.warning("step %s failed, %d rows: %s", step, len(flight.plan.batch.ids), reason.split("\n")[0])
-            if reason not in self._told and len(self._told) < _MAX_TRACEBACKS:
-                self._told.add(reason)
+            log.warning("step %s failed, %d rows: %s", step, len(begun.plan.batch.ids), reason.split("\n")[0])
+            if reason not in self._logged and len(self._logged) < _MAX_TRACEBACKS:
+                self._logged.add(reason)
                 log.error("the error of step %s (told once):", step, exc_info=error)
             ended = self._over(self.scheduler.advance([event]))
         if isinstance(event, StepFailed):
-            for later in self._flights:
+            for later in self._in_flight:
                 later.over.update(later.plan.batch.ids)
-        return FinishedPlan(flight.plan, event), ended
+        return FinishedPlan(begun.plan, event), ended
 
     def rest(self, timeout: float | None = None) -> None:
         """Wait while there is nothing to do: until a tier has news, a deadline of the scheduler comes, `wake` is
         called, or for `timeout` seconds. Returns at once if the last step did anything, if a plan is in flight, or if
-        nobody is live and there is nothing to wait for: a server that rests between requests gives a timeout."""
+        no request is live and there is nothing to wait for: a server that rests between requests gives a timeout."""
         if self._last is None or not self._last.idle:
             return
         ticks = self._last.plan.wake_in
@@ -248,9 +248,9 @@ class EngineLoop:
         self.tiers.wake()
 
     def close(self, timeout: float = 5.0) -> list[Ended]:
-        """Abort who is still here, write back what was to be written, and close the tiers; in `timeout` seconds, or
-        with less written, which is logged. What the store could not keep before is offered to it again. Returns those
-        who were aborted."""
+        """Abort the requests that are left, write back what was to be written, and close the tiers; in `timeout`
+        seconds, or with less written, which is logged. What the store could not keep before is offered to it again.
+        Returns those requests that were aborted."""
         until = time.monotonic() + timeout
         self._closed = True
         ended = self.tell([Abort(id) for id in sorted(self.live)])
@@ -268,8 +268,8 @@ class EngineLoop:
                 offers += 1
             elif step.idle:
                 self.tiers.wait(left)
-        while self._flights:  # no time is left: but what has begun is not left running
-            ended += self._finish(self._flights.popleft())[1]
+        while self._in_flight:  # no time is left: but what has begun is not left running
+            ended += self._finish(self._in_flight.popleft())[1]
         self.tiers.close(max(0.1, until - time.monotonic()))
         ended += self._over(self.scheduler.advance(self.tiers.poll()))
         self.tiers.say_unwritten()
@@ -279,8 +279,8 @@ class EngineLoop:
         if ended:
             ids = [end.id for end in ended]
             self.live.difference_update(ids)
-            for flight in self._flights:
-                flight.over.update(ids)
+            for begun in self._in_flight:
+                begun.over.update(ids)
         return ended
 
 

@@ -1,4 +1,4 @@
-"""What somebody sees who waits for an engine: bars, and how long each part of a start took."""
+"""What a user sees while an engine works: bars, and how long each part of a start took."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def bar(total: int, what: str, wanted: bool, delay: float = 0.0) -> Iterator[Any]:
-    """A progress bar, or None where tqdm is not there or nobody wants one. `delay`: shown only if it takes that many
+    """A progress bar, or None where tqdm is not there or no bar is wanted. `delay`: shown only if it takes that many
     seconds."""
     make: Any = None
     if wanted:
@@ -29,7 +29,7 @@ def bar(total: int, what: str, wanted: bool, delay: float = 0.0) -> Iterator[Any
 
 
 class Phases(dict[str, float]):
-    """Seconds of the parts of a start, by name; each is said when it is over."""
+    """Seconds of the parts of a start, by name, logged when the start is over."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Phases(dict[str, float]):
             self[name] = self.get(name, 0.0) + time.perf_counter() - begin
 
     def over(self) -> None:
-        """The start is over: say what it was made of."""
+        """The start is over: log its parts."""
         self["total"] = time.perf_counter() - self._began
         parts = ", ".join(f"{name} {spent:.1f}" for name, spent in self.items() if name != "total" and spent >= 0.05)
         log.info("ready after %.1f s%s", self["total"], f" ({parts})" if parts else "")

@@ -239,6 +239,7 @@ class Book:
                 detail,
                 loaded,
                 min(request.fetched, loaded),
+                request.binding.found,
             )
         )
 

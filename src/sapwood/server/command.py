@@ -17,7 +17,7 @@ from typing import Any
 from sapwood.engine.arguments import add_engine_arguments, add_fields, add_foreign, given_flags, parsed
 from sapwood.engine.flags import EngineConfig, check_store, from_flags, like
 from sapwood.engine.foreign import take_foreign
-from sapwood.engine.loading.preflight import check_start
+from sapwood.engine.loading.weights import check_start
 
 from .config import ServerConfig
 from .foreign import FOREIGN

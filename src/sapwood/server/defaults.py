@@ -8,7 +8,7 @@ from typing import Any
 from sapwood.engine.loading.model_files import read_json
 from sapwood.engine.params import SamplingParams
 
-_TAKEN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def generation_defaults(folder: str, asked: str) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def generation_defaults(folder: str, asked: str) -> dict[str, Any]:
     if not path.is_file():
         return {}
     read = read_json(path)
-    found = {name: read[name] for name in _TAKEN if isinstance(read.get(name), int | float)}
+    found = {name: read[name] for name in MODEL_DEFAULTS if isinstance(read.get(name), int | float)}
     if read.get("do_sample") is False:
         found = {name: value for name, value in found.items() if name == "repetition_penalty"}
     SamplingParams(**found)  # a ValueError names what is wrong

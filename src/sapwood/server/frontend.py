@@ -14,6 +14,7 @@ import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from sapwood.engine.cache_report import TIERS
 from sapwood.engine.params import SamplingParams
 from sapwood.engine.stops import bad_word_tokens
 
@@ -29,25 +31,22 @@ from .api.forms import Form, form_of
 from .api.response_store import ResponseStore
 from .api.schemas import MOST_NAMED, Sampling
 from .config import ServerConfig
+from .defaults import MODEL_DEFAULTS
 from .errors import ApiError, bad, engine_down, shown, unsupported
 from .generation import Generation, Model, Prompt
 from .process.engine_client import EngineLink
 from .process.grammars import GrammarSpec
 from .process.grammars import check as check_grammar
+from .process.messages import SampleBegun
 from .salt_key import salt_of
 from .text.answer_parts import Tools, with_tools_in_system_prompt
 from .text.reasoning import ReasoningSplitter, splitter_for
 from .text.template import ChatTemplate, TemplateError
 from .text.tokens import AsyncTokenizer
 
-_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_PLAIN = (  # fields that requests and SamplingParams have in common
-    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("seed", "stop", "stop_token_ids", "bad_words", "ignore_eos", "min_tokens", "logit_bias", "allowed_token_ids"),
-    *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "priority", "n"),
-    *("prompt_logprobs",),
-)
-
+# Fields of SamplingParams that are no field of every request: APIs have other names for them, or none.
+_APART = {"max_tokens", "logprobs", "cache_salt", "detokenize"}
+_PLAIN = tuple(field.name for field in fields(SamplingParams) if field.name not in _APART)
 
 log = logging.getLogger(__name__)
 _MOST_PRIORITY = 2**31 - 1
@@ -249,7 +248,7 @@ class Serving:
         self, request: Sampling, caller: Caller, *, max_tokens: int | None, logprobs: int | None
     ) -> SamplingParams:
         given = {name: getattr(request, name) for name in _PLAIN}
-        for name in _DEFAULTS:
+        for name in MODEL_DEFAULTS:
             if given[name] is None:
                 given[name] = self.defaults.get(name)
         if request.logit_bias is not None and len(request.logit_bias) > self.config.max_logit_bias:
@@ -442,22 +441,14 @@ class Serving:
         """What each prompt was served from where, and why no more of it, in words of the requester's own prompt."""
         return [self._report(prompt, begun) for prompt, begun in zip(generation.prompts, generation.begun, strict=True)]
 
-    def _report(self, prompt: Prompt, begun: Any) -> dict[str, Any]:
+    def _report(self, prompt: Prompt, begun: SampleBegun | None) -> dict[str, Any]:
         if begun is None:
             return {"prompt_tokens": len(prompt.ids), "cached_tokens": 0}
-        device = begun.cached - begun.host - begun.store - begun.shared
-        told: dict[str, Any] = {
-            "prompt_tokens": len(prompt.ids),
-            "cached_tokens": begun.cached,
-            "device": max(0, device),
-            "host": begun.host,
-            "store": begun.store,
-            "shared": begun.shared,
-            "miss": None,
-        }
-        if begun.reason != "hit" and begun.cached <= begun.position:
-            told["miss"] = {"reason": begun.reason, "position": begun.position, **self.around(prompt, begun.position)}
-        return told
+        cache = begun.cache
+        report = {"prompt_tokens": len(prompt.ids), "cached_tokens": cache.cached}
+        report |= zip(TIERS, cache.by_tier, strict=True)
+        miss = {"reason": cache.reason, "position": cache.position, **self.around(prompt, cache.position)}
+        return {**report, "miss": miss if cache.missed else None}
 
     def around(self, prompt: Prompt, position: int) -> dict[str, str]:
         """The text of a prompt before and behind a token."""

@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from sapwood.engine.detokenize import Detokenizer
-from sapwood.engine.params import SamplingParams
+from sapwood.engine.params import Likely, SamplingParams
 from sapwood.engine.stops import TextStream
 
 from .errors import ApiError, Disconnected, without_paths
 from .process.engine_client import LAG_SECONDS, EngineJob, Lane
 from .process.engine_process import MAX_UNACKED_STEPS
-from .process.messages import End, Likely, SampleBegun
+from .process.messages import End, SampleBegun
 
 _MOST_TAKEN = 2048  # tokens, and likely ones told with them, that are written down before others have their turn
 
@@ -93,7 +93,7 @@ class Generation:
 
     @property
     def usage(self) -> TokenCounts:
-        cached = sum(lane.begun.cached for lane in self.job.lanes[:: self.params.n] if lane.begun is not None)
+        cached = sum(lane.begun.cache.cached for lane in self.job.lanes[:: self.params.n] if lane.begun is not None)
         return TokenCounts(sum(len(prompt.ids) for prompt in self.prompts), self._completion, cached)
 
     @property

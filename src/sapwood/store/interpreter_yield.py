@@ -7,9 +7,13 @@ others wait for something themselves; two that handle small files pass it to and
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections import deque
 
+# Seconds for which a thread may keep the interpreter: by default a store could block a step for 5 ms.
+_SWITCH_SECONDS = 0.0002
+_SWITCH_SECONDS_IN_A_STEP = 0.001  # the same while a step is at work
 _MAX_WAIT_SECONDS = 0.02  # seconds after which a thread goes on all the same: pages have deadlines too
 
 
@@ -41,3 +45,46 @@ class InterpreterYield:
         if not self._shut or not mine.acquire(timeout=self._patience):
             with contextlib.suppress(ValueError):
                 self._stopped.remove(mine)
+
+
+class StepsFirst(contextlib.AbstractContextManager[None]):
+    """`with` it, a step goes before the threads of a store: they stop where they can. Python itself would have a step
+    let go whenever one of them has waited for `_SWITCH_SECONDS`, and then wait until that one has a processor and takes
+    its turn; so meanwhile they wait for longer."""
+
+    def __init__(self, gate: InterpreterYield) -> None:
+        self._gate = gate
+
+    def __enter__(self) -> None:
+        self._gate.__enter__()
+        sys.setswitchinterval(_SWITCH_SECONDS_IN_A_STEP)
+
+    def __exit__(self, *_: object) -> None:
+        sys.setswitchinterval(_SWITCH_SECONDS)
+        self._gate.__exit__()
+
+
+class SwitchInterval:
+    """How long a thread may keep the interpreter while any engine of this process has threads of a store: the first one
+    that opens sets it, and after the last one it is what it was before."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._engines = 0
+        self._before = 0.0
+
+    def begin(self) -> None:
+        with self._lock:
+            if not self._engines:
+                self._before = sys.getswitchinterval()
+                sys.setswitchinterval(_SWITCH_SECONDS)
+            self._engines += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._engines -= 1
+            if not self._engines:
+                sys.setswitchinterval(self._before)
+
+
+switch_interval = SwitchInterval()  # of this process

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 if TYPE_CHECKING:
-    from ..models.gathered import Gather
+    from ..models.model import Gather
 
 Ints = npt.NDArray[Any]
 

@@ -19,7 +19,7 @@ BUCKET_TOKENS = (64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)  # tokens;
 
 
 class _At:
-    """Memory of the device that belongs to somebody else, as numbers of so many bytes."""
+    """Memory of the device that another tensor owns, as numbers of so many bytes."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.__cuda_array_interface__ = {
@@ -70,8 +70,8 @@ class Graphs:
         torch.cuda.current_stream(self.device).wait_stream(stream)
         self.mebibytes = max(0, free - torch.cuda.mem_get_info(self.device)[0]) >> 20
         self.seconds = time.perf_counter() - begin
-        told = (len(steps), max(steps)[0], self.seconds, self.mebibytes)
-        log.info("graphs of steps: %d, of up to %d tokens, %.1f s, %d MiB", *told)
+        figures = (len(steps), max(steps)[0], self.seconds, self.mebibytes)
+        log.info("graphs of steps: %d, of up to %d tokens, %.1f s, %d MiB", *figures)
 
     @staticmethod
     def _captured(step: Callable[[], Tensor], pool: Any) -> tuple[Any, Tensor]:

@@ -20,9 +20,8 @@ from ..kernels import attention as kernels
 from ..kernels.steps import DeviceTables
 from ..models.model import LayerPages
 from .graphs import BUCKET_TOKENS
-from .pieces import BatchPiece
-from .pinned_copies import PinnedCopies
-from .step_buffer import MAX_TABLE_CHANGES, LargestStep, ListRoom, Packed, StepBuffer
+from .rows import BatchPiece
+from .step_buffer import MAX_TABLE_CHANGES, LargestStep, ListRoom, Packed, PinnedCopies, StepBuffer
 from .work_list import Tiles, work_list
 
 
@@ -192,7 +191,7 @@ class Packer:
         self._buffer.send()
 
     def send_nothing(self) -> None:
-        """A step in which nobody is."""
+        """A step without rows."""
         step = self._buffer.packing()
         step.whole[:] = 0
         step.targets[:] = self._known.slots

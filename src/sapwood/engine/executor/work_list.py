@@ -1,4 +1,4 @@
-"""Who computes what in attention on a GPU: a step's rows cut into items of about equal work. numpy only.
+"""Attention on a GPU, divided among programs: a step's rows cut into items of about equal work. numpy only.
 
 A row of queries is cut into tiles, and where a tile reads many keys and there is little else to do, its keys are cut
 too. Each part then leaves a sum of its own, and a merge joins them:

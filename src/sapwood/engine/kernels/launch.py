@@ -2,7 +2,7 @@
 late.
 
 Triton compiles a kernel when it is first launched: a second or two for a large one, and half a second of a C compiler
-for what launches it, while everybody waits. Inside `compiling` a launch runs nothing and only says what is to be
+for its launch, while all requests wait. Inside `compiling` a launch runs nothing and only says what is to be
 compiled; threads do that, and leaving it waits for them. (They do run at once: Triton's passes let go of the
 interpreter's lock, and its assembler and the C compiler are processes.) What was compiled before, in this process or
 any other, is found in Triton's cache on disk.
@@ -34,8 +34,8 @@ class _Ahead:
 
     def compile(self, kernel: Any, grid: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
         # At least as fine as what Triton tells kernels apart by: layers that launch the same are asked about once.
-        told = tuple((each.dtype, each.data_ptr() % 16) if isinstance(each, Tensor) else each for each in args)
-        key = id(kernel), told, tuple(constants.items())
+        kinds = tuple((each.dtype, each.data_ptr() % 16) if isinstance(each, Tensor) else each for each in args)
+        key = id(kernel), kinds, tuple(constants.items())
         if key not in self._seen:
             self._seen.add(key)
             kernel.warmup(*args, grid=grid, **constants)
@@ -63,7 +63,7 @@ def compiling(progress: bool = False) -> Iterator[None]:
         yield
         return
     shown = bar(0, "compiling kernels", progress, delay=1.0)
-    with shown as told, _Threads(told) as threads, mode(threads, ignore_errors=True):
+    with shown as progress_bar, _Threads(progress_bar) as threads, mode(threads, ignore_errors=True):
         before = _ahead.set(_Ahead())
         try:
             yield
@@ -89,6 +89,6 @@ class _Threads(ThreadPoolExecutor):
 
 def _compiled(work: Callable[[], Any]) -> Any:
     kernel = work()
-    with suppress(Exception):  # whoever launches it is told
+    with suppress(Exception):  # the launch raises it again
         getattr(kernel, "run", None)  # made when it is first asked for
     return kernel

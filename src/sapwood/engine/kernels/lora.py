@@ -1,7 +1,7 @@
 """What adapters add to a linear layer, for tokens of any adapters in one batch, in two kernels:
 
     shrink   h[token] = A[slot of token] x[token]          split over x, so that a few tokens keep the device busy
-    expand   y[token] += B[slot of token] (sum of h)       in the order of the splits: no sum depends on who is first
+    expand   y[token] += B[slot of token] (sum of h)       in the order of the splits, so that sums repeat
 
 A program has a slot and a block of tokens, and ends at once if none of them are of that slot: the base model's rows
 cost nothing, and the weights of an adapter are read once for all tokens of a block. Which slot a token has is read from
@@ -34,6 +34,15 @@ class _Tiles(NamedTuple):
 _WIDE, _NARROW, _EXACT = _Tiles(256, 256), _Tiles(64, 64), _Tiles(32, 128)
 
 
+@triton.jit
+def _mine(slots_ptr, ranks_ptr, tokens, slot, part, PARTS: tl.constexpr, TOKENS: tl.constexpr):
+    """A program's block of tokens, which of them have its slot, and the rank that is theirs."""
+    rank = tl.load(ranks_ptr + slot * PARTS + part)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    mine = tl.load(slots_ptr + token, mask=token < tokens, other=0) == slot
+    return token, mine, rank
+
+
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots_ptr"])
 def _shrink_kernel(
     x_ptr, a_ptr, h_ptr, slots_ptr, ranks_ptr, tokens, width, x_token, a_slot, a_part,
@@ -43,9 +52,7 @@ def _shrink_kernel(
     slot = tl.program_id(1) + 1
     part = tl.program_id(2) % PARTS
     split = tl.program_id(2) // PARTS
-    rank = tl.load(ranks_ptr + slot * PARTS + part)
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    mine = tl.load(slots_ptr + token, mask=token < tokens, other=0) == slot
+    token, mine, rank = _mine(slots_ptr, ranks_ptr, tokens, slot, part, PARTS, TOKENS)
     if tl.max(mine.to(tl.int32), 0) * rank == 0:
         return
     r = tl.arange(0, RANK)
@@ -74,9 +81,7 @@ def _expand_kernel(
     block = tl.program_id(2)
     slot = tl.program_id(1) + 1
     part = tl.load(blocks_ptr + 3 * block)
-    rank = tl.load(ranks_ptr + slot * PARTS + part)
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    mine = tl.load(slots_ptr + token, mask=token < tokens, other=0) == slot
+    token, mine, rank = _mine(slots_ptr, ranks_ptr, tokens, slot, part, PARTS, TOKENS)
     if tl.max(mine.to(tl.int32), 0) * rank == 0:
         return
     r = tl.arange(0, RANK)

@@ -10,7 +10,7 @@ Both are searched for among the bit patterns of floats, which are in the order o
 looks at eight patterns at once; what cannot be the answer is left out of the next pass. However the search goes, its
 result is the same as a sort's.
 
-Weights below 2**-40 have no mass. Nobody can get their tokens, so that the search need not go below them.
+Weights below 2**-40 have no mass. No row can get their tokens, so that the search need not go below them.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _search(
                 x = tl.load(x_ptr + i, mask=i < n, other=0)
                 keep = ((x >= low) & (x < high)).to(tl.int32)
                 place = kept + tl.cumsum(keep, 0) - 1
-                tl.debug_barrier()  # all have read before anybody writes
+                tl.debug_barrier()  # all threads have read before one writes
                 tl.store(list_ptr + place, x, mask=keep > 0)
                 kept += tl.sum(keep, 0)
             tl.debug_barrier()

@@ -1,9 +1,10 @@
 """What recurrent layers do with their states, as Triton kernels over the rows of a step: each goes on from the state in
 its slot, token by token, and leaves it there. Needs Triton; import it late.
 
-They stand in for functions of transformers that take a batch of one token each (ragged.py), with the same arguments:
-here the batch is all tokens of a step, row after row, and the states are those of all slots. What a chunk computes does
-not depend on where it begins or ends. Nothing reads the host's memory: all of it can be captured in a CUDA graph.
+They stand in for functions of transformers that take a batch of one token each (models/recurrent.py), with the same
+arguments: here the batch is all tokens of a step, row after row, and the states are those of all slots. What a chunk
+computes does not depend on where it begins or ends. Nothing reads the host's memory: all of it can be captured in a
+CUDA graph.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 move      a step's numbers come from the host, and what was found goes there (link.py)
 begin     page tables take their changes; tokens that only the device knows are filled in
-end       the tokens that were chosen: for whoever reads them back, and as the last ones of their slots
+end       the tokens that were chosen: to be read back, and as the last ones of their slots
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ def file_digest(path: Path) -> bytes:
 
 
 def _digest(config: Mapping[str, Any], dtype: str, kind: bytes, content: bytes) -> bytes:
-    told = {key: value for key, value in config.items() if key not in _NOT_CONTENT}
-    parts = (b"sapwood.weights.1", json.dumps(told, sort_keys=True).encode(), dtype.encode(), kind, content)
+    fields = {key: value for key, value in config.items() if key not in _NOT_CONTENT}
+    parts = (b"sapwood.weights.1", json.dumps(fields, sort_keys=True).encode(), dtype.encode(), kind, content)
     return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
 
 
@@ -73,7 +73,8 @@ def _chunk_digest(path: Path, start: int) -> bytes:
 
 
 def _state(path: Path) -> dict[str, int]:
-    """What changes when a file does. The time of the inode's change cannot be set by whoever writes the file."""
+    """What changes when a file does. The time of the inode's change cannot be set by the program that writes the
+    file."""
     stat = os.stat(path)
     return {
         "device": stat.st_dev,

@@ -43,12 +43,12 @@ class ModelFiles:
     def eos_token_ids(self) -> tuple[int, ...]:
         """Every id that ends a text: those of generation_config.json, or else of config.json."""
         path = self.folder / "generation_config.json"
-        told = read_json(path).get("eos_token_id") if path.is_file() else None
-        if told is None:
-            told = (self.config.get("text_config") or {}).get("eos_token_id", self.config.get("eos_token_id"))
-        ids = told if isinstance(told, list) else [] if told is None else [told]
+        found = read_json(path).get("eos_token_id") if path.is_file() else None
+        if found is None:
+            found = (self.config.get("text_config") or {}).get("eos_token_id", self.config.get("eos_token_id"))
+        ids = found if isinstance(found, list) else [] if found is None else [found]
         if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids):
-            raise ModelError(f"{self.folder}: eos_token_id must be token ids, got {told!r:.60}")
+            raise ModelError(f"{self.folder}: eos_token_id must be token ids, got {found!r:.60}")
         return tuple(ids)
 
     def digest(self, dtype: str, seed: int) -> bytes:

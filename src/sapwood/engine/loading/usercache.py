@@ -25,7 +25,7 @@ def cache_folder(*parts: str) -> Path:
 def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
     """`folder`, filled by `make` if it is not there yet.
 
-    Another process that wants a folder beside it waits and finds it ready. Whoever is killed in the middle leaves a
+    Another process that wants a folder beside it waits and finds it ready. One that is killed in the middle leaves a
     folder under another name, which the next one removes: what has the name `folder` is always whole.
     """
     if folder.is_dir():

@@ -12,16 +12,18 @@ import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..flags import DTYPES, LOAD_FORMATS
+from ..flags import DTYPES, LOAD_FORMATS, EngineConfig
 from .default_model import converted, default_file
-from .model_files import ModelError, ModelFiles, config_in, files_in, tensors_in
+from .fingerprint import file_digest
+from .model_files import ModelError, ModelFiles, config_in, files_in, tensors_in, weights_in
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor, nn
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _TEXTS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt")
@@ -62,6 +64,35 @@ def place_of(model: str | None, load_format: str) -> Path | None:
     raise ModelError(f"{path} is not there")
 
 
+def check_start(config: EngineConfig) -> Path | None:
+    """The model's folder, if it is one here. ValueError if model or tokenizer are not there, or are none. This runs
+    before torch is imported and anything large is read, so that a mistyped name is found at once. No hub is asked."""
+    place = place_of(config.model, config.load_format)
+    if place is None:
+        pass
+    elif place.is_file():
+        _check_gguf(place)
+    elif config.load_format == "dummy":
+        config_in(place)
+    else:
+        files_in(place, str(config.model))
+    if config.tokenizer is not None and not config.skip_tokenizer_init:
+        path = Path(config.tokenizer).expanduser()
+        if not path.exists() and (path.is_absolute() or path.suffix):
+            raise ModelError(f"the tokenizer in {config.tokenizer} is not there: give a folder or a tokenizer.json")
+    return place if place is not None and place.is_dir() else None
+
+
+def _check_gguf(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            begins = file.read(4)
+    except OSError as problem:
+        raise ModelError(f"{path}: {problem}") from None
+    if begins != b"GGUF":
+        raise ModelError(f"{path} is no GGUF file: it begins with {begins!r}")
+
+
 def import_transformers(files: ModelFiles) -> None:
     """What `load_model` needs of transformers for these files: seconds, where nothing of it was imported before."""
     config = _config(files)
@@ -96,7 +127,7 @@ def _from_hub(model: str, revision: str | None, patterns: tuple[str, ...]) -> Pa
 
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=list(patterns)))
-    except Exception as problem:  # offline, unreachable, gated, no such id: all the same to whoever waits
+    except Exception as problem:  # offline, unreachable, gated, no such id: the caller gets one error for all
         why = (str(problem).strip() or type(problem).__name__).splitlines()[0]
         raise ModelError(
             f"{model} is no folder here, and it cannot be had from the hub ({why}). A folder with config.json and "
@@ -215,7 +246,7 @@ def _each_in_its_own_memory() -> Iterator[None]:
 
 @contextmanager
 def quiet(progress: bool) -> Iterator[None]:
-    """transformers shows its progress bar as told, and leaves its report to us."""
+    """transformers shows its progress bar only where `progress` wants it, and logs no report."""
     from transformers import utils
 
     logging: Any = utils.logging
@@ -283,3 +314,78 @@ def _ring(seed: int) -> np.ndarray[Any, np.dtype[np.float32]]:
 def _one_of(what: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ModelError(f"{what} must be one of {', '.join(known)}, got {value!r:.60}")
+
+
+# ---- other weights for a model that is loaded: read, checked against it, and then copied over, tensor by tensor
+#
+# The version of the new weights is taken from their content, so that two servers which update differently share nothing
+# in a store, and two which update alike do. Weights for a part of the model leave the rest as it is: then the version
+# before counts too.
+
+
+class Update(NamedTuple):
+    """Weights that fit a model. Files must stay as they are until it is applied."""
+
+    files: dict[str, Path]  # tensor -> where it is
+    digest: bytes  # of the files' content
+    whole: bool  # every tensor of the model is there
+
+    def apply(self, model: nn.Module, version: int) -> int:
+        """Copy everything over. Returns the version of the weights the model has then; `version` is that before."""
+        import torch
+        from safetensors import safe_open
+
+        places = tensors_of(model)
+        with torch.inference_mode():
+            for path in dict.fromkeys(self.files.values()):
+                with safe_open(path, framework="pt") as file:
+                    for name in [name for name, where in self.files.items() if where == path]:
+                        places[name].copy_(file.get_tensor(name))
+        before = b"" if self.whole else version.to_bytes(8, "little")
+        return int.from_bytes(hashlib.sha256(b"sapwood.update.1" + before + self.digest).digest()[:8], "little") >> 1
+
+
+def read_update(model: nn.Module, path: str | Path) -> Update:
+    """The weights in a folder or a safetensors file, checked: names and shapes are those of the model. Changes nothing,
+    so that any thread may do it."""
+    path = Path(path).expanduser()
+    if path.is_dir():
+        weights = weights_in(path)
+    elif path.is_file():
+        weights = [path]
+    else:
+        raise ModelError(f"{path} is not there: new weights are a folder or a safetensors file")
+    files = {name: file for file in weights for name in tensors_in(file)}
+    if not files:
+        raise ModelError(f"{path} holds no tensors")
+    places = tensors_of(model)
+    for name, file in files.items():
+        if name not in places:
+            raise ModelError(
+                f"{file}: tensor {name} has no place in the model: the weights are another model's, or named otherwise "
+                "than in it"
+            )
+    _check_shapes(files, places)
+    covered = {places[name].data_ptr() for name in files}
+    whole = all(tensor.data_ptr() in covered for tensor in places.values())
+    digest = hashlib.sha256(b"".join(file_digest(file) for file in weights)).digest()
+    return Update(files, digest, whole)
+
+
+def _check_shapes(files: dict[str, Path], places: dict[str, Tensor]) -> None:
+    from safetensors import safe_open
+
+    for path in dict.fromkeys(files.values()):
+        with safe_open(path, framework="numpy") as file:
+            for name in [name for name, where in files.items() if where == path]:
+                got, wanted = tuple(file.get_slice(name).get_shape()), tuple(places[name].shape)
+                if got != wanted:
+                    raise ModelError(f"{path}: tensor {name} has shape {got}, and the model's has {wanted}")
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint of this model holds, by name; tied tensors by each of their names."""
+    from torch import Tensor
+
+    state: dict[str, Any] = model.state_dict()
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}

@@ -1,4 +1,4 @@
-"""LoRA adapters in one model: who is loaded, which slot of the device holds whom, and what is added to which token.
+"""LoRA adapters in one model: which are loaded, which slot of the device holds which, and what each token gets added.
 
     load(name, path) --> read in a process apart (process.py)
                               |
@@ -31,13 +31,13 @@ from torch import Tensor, nn
 from .files import AdapterError, ModelShape, in_expert
 from .layers import Forward, LoraPair, ReadRouting, Routing, stacks
 from .process import Reader
-from .reader import Placed, told
+from .reader import Placed, as_json
 
 __all__ = ["Adapter", "Adapters", "ReadRouting", "Routing", "UnknownAdapter"]
 
 
 class UnknownAdapter(LookupError):
-    """Nobody is loaded under this name or digest. `rows` of a batch that asked for it; they never run as the base."""
+    """No adapter has this name or digest. `rows`: of a batch that need it; they never run as the base model."""
 
     def __init__(self, adapter: str | bytes, rows: Sequence[int] = ()) -> None:
         shown = adapter.hex() if isinstance(adapter, bytes) else repr(adapter)
@@ -102,7 +102,7 @@ class Adapters:
         self._wrapped = {part.name: part for stack in self._stacks for part in stack.parts}
         self._device = self._stacks[0].a.device
 
-        self._shape = told(self._shape_of(head, set()))
+        self._shape = as_json(self._shape_of(head, set()))
         self._head = head
         self._names: dict[str, bytes] = {}
         self._host: dict[bytes, Adapter] = {}
@@ -113,14 +113,14 @@ class Adapters:
         self._in_flight: list[Routing] = []
 
     def only_called(self, forward: Callable[[], object]) -> None:
-        """Modules that this forward does not call take no adapters from now on: whoever reads their weights directly
-        would leave the adapter out, silently."""
+        """Modules that this forward does not call take no adapters from now on: code that reads their weights
+        directly would leave the adapter out, silently."""
         self._forward.called = called = set[str]()
         try:
             forward()
         finally:
             self._forward.called = None
-        self._shape = told(self._shape_of(self._head, {name for name in self._wrapped if name not in called}))
+        self._shape = as_json(self._shape_of(self._head, {name for name in self._wrapped if name not in called}))
 
     @property
     def nbytes(self) -> int:
@@ -145,7 +145,7 @@ class Adapters:
         return self.add(name, self.read(path))
 
     def replace(self, name: str, path: str | Path) -> bytes:
-        """Load an adapter under a name that may be in use. Who is bound to the old one goes on with it."""
+        """Load an adapter under a name that may be in use. Requests that are bound to the old one go on with it."""
         adapter = self.read(path)
         if self._names.get(name) not in (None, adapter.digest):
             self.unload(name)
@@ -225,7 +225,7 @@ class Adapters:
         return LoraPair(*(tensor.pin_memory() for tensor in scaled)) if like.is_cuda else scaled
 
     def _shape_of(self, head: object, uncalled: set[str]) -> ModelShape:
-        """What adapters may change, and why they may not change the rest. `uncalled`: layers that nobody calls."""
+        """What adapters may change, and why they may not change the rest. `uncalled`: layers that no forward calls."""
         linears = {name: wrapped.shape for name, wrapped in self._wrapped.items() if name not in uncalled}
         others = {
             name: _why_not(name, module, head, uncalled)

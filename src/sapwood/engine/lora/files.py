@@ -300,23 +300,23 @@ def _tensors(header: bytes, size: int) -> dict[str, Half]:
         return AdapterError(f"{TENSORS} is broken: {why}")
 
     try:
-        said = json.loads(header)
+        content = json.loads(header)
     except (ValueError, RecursionError) as error:
         raise broken(f"its header is not JSON: {error}") from None
-    if not isinstance(said, dict):
-        raise broken(f"its header must be an object, got {said!r:.60}")
-    said.pop("__metadata__", None)
-    if len(said) > MOST_TENSORS:
-        raise AdapterError(f"{TENSORS} has {len(said)} tensors, and at most {MOST_TENSORS} are served")
+    if not isinstance(content, dict):
+        raise broken(f"its header must be an object, got {content!r:.60}")
+    content.pop("__metadata__", None)
+    if len(content) > MOST_TENSORS:
+        raise AdapterError(f"{TENSORS} has {len(content)} tensors, and at most {MOST_TENSORS} are served")
     found = {}
-    for key, told in said.items():
+    for key, entry in content.items():
         try:
-            (name, each), shape, (begin, end) = _type(told["dtype"]), told["shape"], told["data_offsets"]
+            (name, each), shape, (begin, end) = _type(entry["dtype"]), entry["shape"], entry["data_offsets"]
             right = len(shape) <= 8 and all(type(one) is int and 0 <= one < 2**48 for one in (*shape, begin, end))
         except (TypeError, KeyError, ValueError):
             right = False
         if not right or end - begin != math.prod(shape) * each:
-            raise broken(f"{key:.200} cannot be {told!r:.200}")
+            raise broken(f"{key:.200} cannot be {entry!r:.200}")
         found[key] = Half(name, tuple(shape), begin, end)
     at = 0
     for half in sorted(found.values(), key=lambda half: (half.begin, half.end)):

@@ -92,7 +92,7 @@ class Routing:
 
 class ReadRouting:
     """A routing that is read from the device's memory whenever the forward runs: what a CUDA graph is captured with.
-    `on_device`: the slot of each token, int32; whoever replays the graph writes it before."""
+    `on_device`: the slot of each token, int32; it is written before the graph is replayed."""
 
     def __init__(self, on_device: Tensor) -> None:
         if on_device.dtype is not torch.int32 or on_device.ndim != 1 or not on_device.is_contiguous():
@@ -113,7 +113,7 @@ class ReadRouting:
 
 
 class Forward:
-    """The forward that runs now: its routing, and while somebody looks, the names of the layers it has called."""
+    """The forward that runs now: its routing, and, while they are collected, the names of the layers it has called."""
 
     def __init__(self) -> None:
         self.routing: Routing | ReadRouting | None = None
@@ -235,7 +235,7 @@ class Wrapped:
                 y.index_add_(0, tokens, x.index_select(0, tokens) @ pair.a @ pair.b)
 
     def upload(self, slot: int, pair: LoraPair | None) -> None:
-        """On the current stream, behind every step that was issued before. Padding is zero for whoever reads all."""
+        """On the current stream, behind every step that was issued before. Padding is zero: kernels read all of it."""
         self.in_use[slot] = None
         rank = 0 if pair is None else len(pair.a)
         self.ranks[slot].fill_(rank)
@@ -264,7 +264,7 @@ def stacks(forward: Forward, layers: dict[str, nn.Linear], slots: int, max_rank:
 
 
 def added_to(linear: nn.Module, tokens: int) -> list[Added]:
-    """What the forward that runs now adds to a linear layer, for whoever computes with its weight and does not call
+    """What the forward that runs now adds to a linear layer, for code that computes with its weight and does not call
     it."""
     wrapped = getattr(linear.forward, "inner", linear.forward)  # compiled.Outside
     if not isinstance(wrapped, Wrapped):
@@ -288,10 +288,10 @@ def grouped(weight: Tensor) -> Any:
     if not weight.is_cuda or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return None
     try:
-        from ..kernels import lora as triton_lora
+        from ..kernels import lora as lora_kernels
     except ImportError:
         return None
-    return triton_lora
+    return lora_kernels
 
 
 def _together(linear: nn.Linear) -> Sequence[nn.Linear]:

@@ -1,4 +1,4 @@
-"""Adapters are read apart: each by a process of its own, which may hang, starve or die without anybody's step, request
+"""Adapters are read apart: each by a process of its own, which may hang, starve or die without a step, request
 or other load noticing it. So many at a time, each for so long.
 
     any thread: read ---- ReadRequest, a file of memory ---> the process (reader.py) --> folder
@@ -61,7 +61,7 @@ class Reader:
     def read(
         self, path: str, root: str | None, shape: bytes, itemsize: int, room: int | None
     ) -> tuple[Read, mmap.mmap]:
-        """An adapter and its memory, which is the caller's. `shape`: what `told` says of the model. AdapterError if
+        """An adapter and its memory, which is the caller's. `shape`: the model, from `as_json`. AdapterError if
         there is none, ReaderBusy if it should come again later."""
         until = time.monotonic() + self.seconds
         ask = asked(ReadRequest(path, root, itemsize, room, math.ceil(self.seconds) + 1), shape)
@@ -76,7 +76,7 @@ class Reader:
             return found, mmap.mmap(memory, 0)
 
     def close(self) -> None:
-        """Nothing is read any more; whoever waits gets an error."""
+        """Nothing is read any more; callers that wait get an error."""
         with self._lock:
             self._closed = True
             for child in self._children:
@@ -113,7 +113,7 @@ class _Child:
     def __init__(self, code: str) -> None:
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket = mine
-        self._lock = threading.Lock()  # a number is killed only while nobody reaps it
+        self._lock = threading.Lock()  # a process is killed only while it is not being reaped
         self.left = False
         try:
             self._process = Process(code, its)

@@ -1,5 +1,5 @@
 """The process that reads one adapter: a stranger's folder is opened, understood and brought to memory here, where
-nobody else waits for it. process.py starts it, asks one thing and ends it. The standard library alone.
+no other reader waits for it. process.py starts it, asks one thing and ends it. The standard library alone.
 
     Ask, a file of memory  -->  config, header --> fits the model? --> tensors to the file, each by itself
     Read, or what is wrong <--
@@ -40,9 +40,9 @@ class NoFolder(AdapterError):
 
 
 class ReadRequest(NamedTuple):
-    """What to read, for a model that is told beside it. `root`: nothing outside it may be opened, however it is linked;
+    """What to read; the model is given beside it. `root`: nothing outside it may be opened, however it is linked;
     None: anything. `room`: bytes that there are on host for its tensors in the model's type, of `itemsize` bytes; None:
-    any. `seconds`: then it ends by itself, if nobody is there to end it."""
+    any. `seconds`: then it ends by itself, if its parent has not ended it."""
 
     path: str
     root: str | None
@@ -117,7 +117,7 @@ class Folder:
             return file.take(0, file.size)
 
     def _inside(self, file: int) -> bool:
-        """By what is open, which nobody can move any more by changing a link."""
+        """By the open folder, which a changed link moves no more."""
         if self._root is None:
             return True
         path = os.readlink(f"/proc/self/fd/{file}")
@@ -215,19 +215,19 @@ def _brought(file: _File, begin: int, modules: dict[str, Fitted], memory: int) -
 # ---- between the two processes: JSON, once each way
 
 
-def told(shape: ModelShape) -> bytes:
+def as_json(shape: ModelShape) -> bytes:
     """A model, as every Ask for it tells it."""
     return json.dumps(shape).encode()
 
 
-def asked(ask: ReadRequest, told: bytes) -> bytes:
-    body = json.dumps(ask).encode() + b"\n" + told
+def asked(ask: ReadRequest, shape: bytes) -> bytes:
+    body = json.dumps(ask).encode() + b"\n" + shape
     return len(body).to_bytes(SIZE, "little") + body
 
 
 def _ask_of(body: bytes) -> tuple[ReadRequest, ModelShape]:
-    ask, _, told = body.partition(b"\n")
-    linears, others, max_rank = json.loads(told)
+    ask, _, shape = body.partition(b"\n")
+    linears, others, max_rank = json.loads(shape)
     return ReadRequest(*json.loads(ask)), ModelShape(
         {name: (out, wide) for name, (out, wide) in linears.items()}, others, max_rank
     )
@@ -272,5 +272,5 @@ def main() -> None:
             return
         body += more
     ask, shape = _ask_of(body[SIZE:])
-    signal.alarm(ask.seconds)  # whoever asked would have ended it by then
+    signal.alarm(ask.seconds)  # its parent would have ended it by then
     end.sendall(json.dumps(_answer(ask, shape, files[0])).encode())

@@ -9,8 +9,8 @@ it. One token alone would be a second version of everything (torch takes a size 
 step runs the layers as they are; on a GPU small steps are padded, and it hardly ever comes.
 
 What reads the engine's own state runs outside of what is compiled: attention, mixers, linear layers with adapters. A
-class of layers that torch fails to compile runs as it is, and that is said. Whatever is made of a layer is made at the
-start, by one forward of a few tokens.
+class of layers that torch fails to compile runs as it is, and the log says so. Whatever is made of a layer is made at
+the start, by one forward of a few tokens.
 
 Nothing here is imported unless it is asked for: torch's compiler alone takes seconds to import.
 """
@@ -95,7 +95,7 @@ class Kind:
                 why: Exception = getattr(error, "inner_exception", error)
                 self.failed = (str(why).strip() or type(why).__name__).splitlines()[0]
                 log.warning("layers of class %s run as they are, torch cannot compile them: %s", self.name, self.failed)
-            raise  # some of it may have run: whoever called takes that back
+            raise  # some of it may have run: the caller takes that back
         self.proven = True
         return answer
 
@@ -135,9 +135,9 @@ def compile_layers(served: served_model.ServedModel, progress: bool = False) -> 
         log.warning(told_apart, own, len(found), most)
     if served.device.type == "cuda":
         torch.cuda.empty_cache()
-    told = Compiled(done, counters["stats"]["unique_graphs"] - before, time.perf_counter() - begin, failed)
-    log.info("compiled %d layers, of %d pieces, in %.1f s", *told[:3])
-    return told
+    result = Compiled(done, counters["stats"]["unique_graphs"] - before, time.perf_counter() - begin, failed)
+    log.info("compiled %d layers, of %d pieces, in %.1f s", *result[:3])
+    return result
 
 
 def layers_for_text(model: Any) -> list[nn.Module]:
@@ -191,7 +191,7 @@ def _first_forward(served: served_model.ServedModel, layers: list[Any], kinds: d
         while True:
             failed = sum(bool(kind.failed) for kind in kinds.values())
             try:
-                with warnings.catch_warnings():  # hints for who writes a model
+                with warnings.catch_warnings():  # hints for the author of a model
                     warnings.simplefilter("ignore")
                     served.forward(ids, torch.zeros_like(ids), one, Probe().attend, None)
                 return own
@@ -206,8 +206,8 @@ def _first_forward(served: served_model.ServedModel, layers: list[Any], kinds: d
 
 
 def _refuse(served: served_model.ServedModel, why: list[str]) -> None:
-    """On a GPU a server starts all the same, more slowly; elsewhere nobody needs this."""
-    said = why[0] if why else f"{type(served.model).__name__} has no layers that are known here"
+    """On a GPU a server starts all the same, more slowly; elsewhere it is an error: nothing else needs it."""
+    reason = why[0] if why else f"{type(served.model).__name__} has no layers that are known here"
     if served.device.type != "cuda":
-        raise ValueError(f"compile must be False: torch cannot compile this model here ({said})")
-    log.warning("compile=True does nothing: all layers run as they are, which is slow (%s)", said)
+        raise ValueError(f"compile must be False: torch cannot compile this model here ({reason})")
+    log.warning("compile=True does nothing: all layers run as they are, which is slow (%s)", reason)

@@ -5,7 +5,7 @@
              q_proj.weight and the others are rows of it
 
 The linear layers stay where they are, under their names, with their shapes: a checkpoint's tensors are copied to them
-as before, and adapters are for them. Only their memory is shared, and whoever calls one of them gets its part of what
+as before, and adapters are for them. Only their memory is shared, and a call of one of them gives its part of what
 was computed for all.
 """
 
@@ -50,7 +50,7 @@ class Fused:
         return linear(x, getattr(self._module, self._weight), getattr(self._module, self._bias))
 
     def part(self, x: Tensor, index: int) -> Tensor:
-        """What one of the layers gives. The others' parts are kept for whoever asks next with the same tensor; each is
+        """What one of the layers gives. The others' parts are kept for the next call with the same tensor; each is
         given out once."""
         if x is self._input and index in self._waiting:
             y = self._waiting.pop(index)

@@ -114,12 +114,12 @@ def _changes(kind: str) -> bool:
 
 def _ropes(text: Any) -> list[Mapping[str, Any]]:
     """The rotary embeddings a config asks for, one or one for each kind of layer."""
-    told = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
-    if not isinstance(told, Mapping):
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
+    if not isinstance(rope, Mapping):
         return []
-    if _rope_type(told):
-        return [told]
-    return [part for part in told.values() if isinstance(part, Mapping)]
+    if _rope_type(rope):
+        return [rope]
+    return [part for part in rope.values() if isinstance(part, Mapping)]
 
 
 def _rope_type(rope: Mapping[str, Any]) -> str:

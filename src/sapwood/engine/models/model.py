@@ -9,25 +9,26 @@ and every mask is None. A forward makes the same calls each time, and what a cal
 them: some blocks stand in several layers, and some layers attend more than once.
 
 What is served is what is understood. A model whose attention is given a mask or a tensor of its own, or that is not
-told positions, is refused; and self_check.py asks each model both ways at the start.
+given positions, is refused; and self_check.py asks each model both ways at the start.
 """
 
 from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..executor import attention as att
+from ..executor.attention import AttentionRows, Ints
 from ..loading.weights import quiet
 from ..transfer.arena import DeviceArena
 from . import recurrent
-from .gathered import GatheringCache
 from .kv_groups import (
     GroupSpec,
     Probe,
@@ -122,7 +123,7 @@ class ServedModel:
 
         refuse(model.config)
         AttentionInterface.register(NAME, _attend)
-        with quiet(False):  # models that attend by themselves are told that they do
+        with quiet(False):  # models that attend by themselves warn of it
             model.set_attn_implementation(NAME)
         settle_experts(model)
         self.model = model.eval().requires_grad_(False)
@@ -135,7 +136,7 @@ class ServedModel:
             freeze_rotary(model)
             self.mixers = recurrent.Mixers(model)
             self.latents = page_latents(model)
-        self.gathers = False  # whether the model attends by itself (gathered.py)
+        self.gathers = False  # whether the model attends by itself (`GatheringCache`)
         self._calls: list[ProbedLayer] = []  # of attention, in a forward
         self.groups = self._look()
         self.kept: dict[int, LayerPages] = {}  # by call, once there is memory
@@ -239,8 +240,8 @@ class ServedModel:
 
 
 def _own_mask(model: Any) -> str | None:
-    """The buffer with which a model that attends by itself says who sees whom: by places of keys in the batch, which
-    here has the keys of all rows one after the other (GPT-Neo's windows)."""
+    """The buffer with which a model that attends by itself says which token sees which: by places of keys in the batch,
+    which here has the keys of all rows one after the other (GPT-Neo's windows)."""
     masks = (name for name, buffer in model.named_buffers() if buffer.dtype is torch.bool and buffer.ndim >= 3)
     return next(masks, None)
 
@@ -267,3 +268,67 @@ def _refusing(name: str) -> Iterator[None]:
 
 def _arguments(model: Any) -> set[str]:
     return set(inspect.signature(model.forward).parameters)
+
+
+# ---- models that attend by themselves
+#
+# Falcon, GPT-J, CodeGen and XGLM call no attention function of transformers, and have only a cache to ask for what came
+# before. Here the cache hands them K and V of all rows, one after the other, and a mask says which each token sees:
+#
+#     update(k, v, layer)   K and V of the step into pages --> those of every row, from pages  [1, heads, L, dim]
+#     mask [1, 1, T, L]     0 where a token sees a key, the least number where it does not
+#
+# Every token is multiplied with the keys of every row: right for any mix of rows, and slow where there are many.
+
+
+class Gather(NamedTuple):
+    """Where the keys of a step's rows lie, and which tokens see them."""
+
+    places: Tensor  # [L] page * page_size + offset
+    seen: Tensor  # [T, L]
+
+
+def gather_of(starts: Ints, lengths: Ints, table: Ints, page: int, device: Any) -> Gather:
+    """For rows that compute [start, start + length), with `table` [rows, columns] as it is now."""
+    ends = starts + lengths
+    row = np.repeat(np.arange(len(ends)), ends)  # of each key
+    position = np.arange(len(row)) - np.repeat(np.cumsum(ends) - ends, ends)
+    places = table[row, position // page].astype(np.int64) * page + position % page
+    asks = np.repeat(np.arange(len(ends)), lengths)  # the row of each token
+    at = starts[asks] + np.arange(len(asks)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    seen = (asks[:, None] == row) & (position <= at[:, None])
+    return Gather(torch.from_numpy(places).to(device), torch.from_numpy(seen).to(device))
+
+
+class GatheringCache:
+    """What such a model takes for its cache, for one forward. It has no past: all of it comes by `update`."""
+
+    is_compileable = False
+
+    def __init__(self, kept: Mapping[int, LayerPages], rows: AttentionRows) -> None:
+        assert rows.gather is not None
+        self._kept, self._rows, self._gather = kept, rows, rows.gather
+
+    def update(self, k: Tensor, v: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        kept, place = self._kept[layer_idx], (self._rows.pages, self._rows.offsets)
+        kept.k_pages.index_put_(place, k[0].transpose(0, 1))
+        kept.v_pages.index_put_(place, v[0].transpose(0, 1))
+        return self._all(kept.k_pages), self._all(kept.v_pages)
+
+    def _all(self, pages: Tensor) -> Tensor:
+        size, places = pages.shape[1], self._gather.places
+        return pages[places // size, places % size].transpose(0, 1)[None]
+
+    def mask(self, dtype: torch.dtype) -> Tensor:
+        seen = self._gather.seen
+        nothing = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+        return nothing.masked_fill_(~seen, torch.finfo(dtype).min)[None, None]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        return -1
+
+    def __len__(self) -> int:
+        return len(self._kept)

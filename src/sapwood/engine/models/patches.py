@@ -204,8 +204,8 @@ def with_names(function: Any, names: Mapping[str, Any]) -> Callable[..., Any]:
 
 
 class _Question:
-    """A module that is patched, and what it said before to a few numbers. A product of several layers is undone by
-    nobody: it is the same by how it is made, and is not asked."""
+    """A module that is patched, and what it said before to a few numbers. A product of several layers is never
+    undone: it is the same by how it is made, and is not asked."""
 
     def __init__(self, module: Any, what: str, put: Callable[[], None]) -> None:
         self.module, self.what, self._own = module, what, module.forward

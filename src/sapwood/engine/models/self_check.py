@@ -1,4 +1,4 @@
-"""Whether a model answers here as it does in transformers, asked at every start before anybody is served.
+"""Whether a model answers here as it does in transformers, asked at every start before a request is served.
 
     Reference   two rows of some 20 tokens through the model as transformers runs it, before it is changed in any way;
                 and once more, with every number that a module answers rounded to one next to it
@@ -7,8 +7,8 @@
 Our logits must be as far from those of transformers as rounding can take them, and not further. How far that is depends
 on the model and its dtype, and is measured: it is the distance of the two references. In a model with experts one
 rounding may send a token to another expert, here or there. So the distance of a row is that of its middle token; and as
-every later token sees an early one, what is off is asked again with other rows. Whoever misreads a model does so with
-any rows.
+every later token sees an early one, what is off is asked again with other rows. An engine that misreads a model does so
+with any rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,7 +27,8 @@ from torch import Tensor
 from sapwood.cache import CacheGroup
 from sapwood.scheduler import Plan, RequestSpec, Scheduler, SchedulerConfig
 
-from ..executor.executor import Greedy, out_of_memory
+from ..executor.executor import out_of_memory
+from ..executor.rows import Greedy, Newest, PlanRows
 from ..executor.sampling import Sampled
 from ..loading.weights import quiet
 from .kv_groups import Unsupported, text_config
@@ -71,7 +72,7 @@ def reference_of(model: Any) -> Reference | ReferenceFailed:
         rows = [_tokens(row, length, int(text.vocab_size)) for row, length in enumerate(lengths * _MAX_TRIES)]
         with _as_it_is(model):
             alike = [_logits(model, rows[first :: len(lengths)]) for first in range(len(lengths))]  # of one length
-            said = [logits[at] for at in range(_MAX_TRIES) for logits in alike]
+            found = [logits[at] for at in range(_MAX_TRIES) for logits in alike]
             with _rounded_otherwise(model):
                 otherwise = [_logits(model, [tokens])[0] for tokens in rows[: len(lengths)]]
     except (MemoryError, torch.OutOfMemoryError):
@@ -81,7 +82,7 @@ def reference_of(model: Any) -> Reference | ReferenceFailed:
     finally:
         if model.device.type == "cuda":
             torch.cuda.empty_cache()  # what is free is counted after this
-    return Reference(rows, said, _most(map(_apart, said, otherwise)))
+    return Reference(rows, found, _most(map(_apart, found, otherwise)))
 
 
 def check(
@@ -101,27 +102,27 @@ def check(
             f"{name} cannot be served: what transformers says with these weights is no numbers (NaN or infinite); "
             "another dtype may be wide enough"
         )
-    most, told = _TOLERANCE * reference.rounding, []
+    most, off = _TOLERANCE * reference.rounding, []
     for first in range(0, len(reference.rows), len(_ROW_TOKENS)):
         some = slice(first, first + len(_ROW_TOKENS))
         rows = [tokens[:max_model_len] for tokens in reference.rows[some]]
         try:
-            said = _said(executor, config, rows)
+            found = _said(executor, config, rows)
         except Exception as error:
             if out_of_memory(error):
                 raise
             raise Unsupported(f"{name} cannot be served: a self-check of two rows fails ({_line(error)})") from error
-        triples = zip(rows, reference.logits[some], said, strict=True)
+        triples = zip(rows, reference.logits[some], found, strict=True)
         apart = _most(_apart(theirs[: len(row)][-len(ours) :], ours) for row, theirs, ours in triples)
         if apart <= most:
             log.info(
                 "self-check: off by %.1e from transformers, where rounding takes it by %.1e", apart, most / _TOLERANCE
             )
             return apart
-        told.append(f"{apart:.1e}")
+        off.append(f"{apart:.1e}")
     raise Unsupported(
         f"{name} cannot be served: its answers would not be those of transformers (a self-check of two rows is off by "
-        f"{', '.join(told)} with other tokens each time, where rounding explains {most:.1e}); skip_self_check=True "
+        f"{', '.join(off)} with other tokens each time, where rounding explains {most:.1e}); skip_self_check=True "
         "(--skip-self-check) serves it all the same"
     )
 
@@ -180,22 +181,31 @@ def _rounded_otherwise(model: Any) -> Iterator[None]:
 
 
 class _Forced(Greedy):
-    """Every row gets the token it is to get, and its logits are kept."""
+    """Every row gets the next token of its text, and its logits are kept."""
 
-    def __init__(self, rows: dict[str, list[int]]) -> None:
-        self.rows = rows
-        self.logits: dict[str, list[Tensor]] = {id: [] for id in rows}
+    def __init__(self, texts: dict[str, list[int]]) -> None:
+        self.texts = texts
+        self.logits: dict[str, list[Tensor]] = {id: [] for id in texts}
 
-    def plain(self, plan: Plan, rows: Sequence[int]) -> bool:
+    def rows(self, plan: Plan) -> PlanRows:
+        return _ForcedRows(plan, self)
+
+
+class _ForcedRows(PlanRows):
+    def __init__(self, plan: Plan, forced: _Forced) -> None:
+        super().__init__(plan)
+        self._forced = forced
+
+    def plain(self) -> bool:
         return False
 
-    def draw(self, logits: Tensor, plan: Plan, rows: Sequence[int]) -> Sampled:
-        batch, tokens = plan.batch, []
-        for at, row in enumerate(rows):
+    def draw(self, logits: Tensor, newest: Newest) -> Sampled:
+        batch, tokens = self.plan.batch, []
+        for at, row in enumerate(self.sampling):
             id, end = batch.ids[row], int(batch.starts[row] + batch.lengths[row])
-            self.logits[id].append(logits[at].float().cpu())
-            tokens.append((*self.rows[id], 0)[end])
-        none = torch.zeros(len(rows), dtype=torch.bool, device=logits.device)
+            self._forced.logits[id].append(logits[at].float().cpu())
+            tokens.append((*self._forced.texts[id], 0)[end])
+        none = torch.zeros(len(tokens), dtype=torch.bool, device=logits.device)
         return Sampled(torch.tensor(tokens, device=logits.device), none, np.zeros(0, np.int64), None)
 
 
@@ -210,17 +220,17 @@ def _said(executor: ModelExecutor, config: SchedulerConfig, rows: list[list[int]
     )
     forced = _Forced({str(at): tokens for at, tokens in enumerate(rows)})
     specs = []
-    for id, tokens in forced.rows.items():
+    for id, tokens in forced.texts.items():
         answer = min(_ANSWER_TOKENS, len(tokens))
         specs.append(RequestSpec(id, tokens[: len(tokens) - answer + 1], answer))
     scheduler.submit(specs)
-    before, executor.hooks = executor.hooks, forced
+    before, executor.source = executor.source, forced
     try:
         while not (plan := scheduler.next_plan()).empty:
             executor.begin(plan)
             scheduler.advance(executor.finish())
     finally:
-        executor.hooks = before
+        executor.source = before
         executor.forget()
     return [torch.stack(logits) for logits in forced.logits.values()]
 
@@ -241,8 +251,8 @@ def _most(distances: Iterable[float]) -> float:
 def _apart(theirs: Tensor, ours: Tensor) -> float:
     """Of logits [tokens, vocabulary]: by the token in the middle. What adds the same to all logits changes nothing, and
     tokens that a model never says (its logits are the least number there is) do not count."""
-    said = ~(theirs[0] < -_NEVER_SAID_LOGIT)
-    theirs, ours = (each[:, said].double() for each in (theirs, ours))
+    possible = ~(theirs[0] < -_NEVER_SAID_LOGIT)
+    theirs, ours = (each[:, possible].double() for each in (theirs, ours))
     theirs, ours = (each - each.mean(-1, keepdim=True) for each in (theirs, ours))
     by_token = (theirs - ours).norm(dim=-1) / theirs.norm(dim=-1).clamp_min(1e-9)
     if not bool(by_token.isfinite().all()):

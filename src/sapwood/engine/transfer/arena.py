@@ -118,7 +118,7 @@ class HostArena:
 class DeviceArena:
     """The device's memory as transfers see it, in numpy arrays: `rows[group]` is its bytes, [pages + 1, page_bytes].
 
-    `memory[group]` is one contiguous array of any dtype, page axis first, that somebody else owns: nothing is copied.
+    `memory[group]` is one contiguous array of any dtype, page axis first, that the caller owns: nothing is copied.
     `allocate` makes memory of its own, in which `view` shows a layer its part of every page. State slots are pages like
     others. Let memory begin at a multiple of 64 bytes, as `allocate` and torch do: some processors copy pages that lie
     16 bytes off (numpy's own large arrays do) at a quarter of the speed.
@@ -212,8 +212,8 @@ def available_bytes() -> int | None:
     """How much memory this process can still get, or None where the system does not tell."""
     found: list[int] = []
     with contextlib.suppress(OSError, ValueError, KeyError):
-        told = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        found.append(int(told["MemAvailable"].split()[0]) * 1024)
+        entries = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        found.append(int(entries["MemAvailable"].split()[0]) * 1024)
     names = {"": ("memory.max", "memory.current"), "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes")}
     for folder, (limit, use) in names.items():
         with contextlib.suppress(OSError, ValueError, KeyError):  # a container's limit, and what it has taken of that

@@ -47,8 +47,8 @@ class Mover(ABC):
 
     `start` takes an operation of a plan and returns without waiting for its bytes. `poll` tells which operations ended
     since it was last asked, and whether the bytes are there; `wait` blocks for one of them and tells the same. Every
-    operation is told of once, by the one or the other. Several may be under way; nothing is promised about their order.
-    While one is, its source pages must not be written and its target pages not be touched.
+    operation is reported once, by the one or the other. Several may be under way; nothing is promised about their
+    order. While one is, its source pages must not be written and its target pages not be touched.
     """
 
     def __init__(self, device: DeviceArena, host: HostArena) -> None:
@@ -67,7 +67,7 @@ class Mover(ABC):
             group.name: (device.rows[group.name], host.pages[group.name]) for group in host.groups
         }
         self._limits = {group.name: (device.pages[group.name], group.host_pages) for group in host.groups}
-        self._open: dict[int, tuple[Kind, list[TransferPart]]] = {}  # started, not told of
+        self._open: dict[int, tuple[Kind, list[TransferPart]]] = {}  # started, not reported
         self._ended: dict[int, bool] = {}
         self._reasons: dict[int, str] = {}
         self._closed = False
@@ -90,13 +90,13 @@ class Mover(ABC):
         try:
             parts = self._check(kind, pages)
         except Exception as error:
-            self._end(op, str(error) if isinstance(error, Refusal) else told(error))
+            self._end(op, str(error) if isinstance(error, Refusal) else reason_of(error))
             return
         self._open[op] = (kind, parts)
         self._begin(kind, op, parts)
 
     def poll(self) -> list[tuple[int, bool]]:
-        """The operations that ended and have not been told of: (op, ok). Never blocks."""
+        """The operations that ended and have not been reported: (op, ok). Never blocks."""
         self._advance()
         if not self._ended:
             return []
@@ -130,7 +130,7 @@ class Mover(ABC):
         self._closed = True
         self._rows.clear()
 
-    # ---- for those who move
+    # ---- for movers
 
     @abstractmethod
     def _begin(self, kind: Kind, op: int, parts: list[TransferPart]) -> None:
@@ -218,7 +218,7 @@ class NumpyMover(Mover):
             for part in parts:
                 self._move(kind, part)
         except Exception as error:  # whatever it is, the step loop goes on
-            self._end(op, told(error))
+            self._end(op, reason_of(error))
         else:
             self._end(op)
 
@@ -253,7 +253,7 @@ def open_mover(device: DeviceArena, host: HostArena) -> Mover:
     return TorchMover(device, host)
 
 
-def told(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """An exception as a reason, on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split()):.500}"
 

@@ -6,7 +6,7 @@
     scheduler <--events-- poll <--- what is over ------+     and ticks of the clock
 
 Nothing here waits for bytes, and nothing is decided: what goes wrong is an event that says so. Pages belong to an
-operation until its event, so an event waits until nobody can touch them any more.
+operation until its event, so an event waits until nothing can touch them any more.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import contextlib
 import logging
 import math
 import select
-import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +36,8 @@ from sapwood.scheduler import (
     StoreUp,
     Tick,
 )
-from sapwood.store import InterpreterYield, JobDone, Released, Store, StoreError, timeout_for
+from sapwood.store import JobDone, Released, Store, StoreError, timeout_for
+from sapwood.store.interpreter_yield import StepsFirst, switch_interval
 from sapwood.store.wakeup import Wakeup
 
 from .movers import Kind, Mover
@@ -46,10 +45,7 @@ from .movers import Kind, Mover
 log = logging.getLogger(__name__)
 
 StoreKind = Literal["lookup", "fetch", "backup"]
-# Seconds for which a thread may keep the interpreter: by default a store could block a step for 5 ms.
-_SWITCH_SECONDS = 0.0002
-_SWITCH_SECONDS_IN_A_STEP = 0.001  # the same while a step is at work here
-_STORE_TIMEOUT_SHARE = 0.9  # of the scheduler's patience: what has come by then finds those who wait for it
+_STORE_TIMEOUT_SHARE = 0.9  # of the scheduler's patience: what has come by then finds the requests that wait for it
 _MAX_LOOKUP_PAGES = 1024  # about so many pages are looked up by one job
 _MOVER_POLL_SECONDS = 0.0005  # seconds between two looks at a mover that works on its own: it cannot call
 
@@ -69,54 +65,11 @@ class _Held(NamedTuple):
     events: list[Event]
 
 
-class _First(contextlib.AbstractContextManager[None]):
-    """`with` it, a step goes before the threads of a store: they stop where they can. Python itself would have a step
-    let go whenever one of them has waited for `_SWITCH_SECONDS`, and then wait until that one has a processor and takes
-    its turn; so meanwhile they wait for longer."""
-
-    def __init__(self, gate: InterpreterYield) -> None:
-        self._gate = gate
-
-    def __enter__(self) -> None:
-        self._gate.__enter__()
-        sys.setswitchinterval(_SWITCH_SECONDS_IN_A_STEP)
-
-    def __exit__(self, *_: object) -> None:
-        sys.setswitchinterval(_SWITCH_SECONDS)
-        self._gate.__exit__()
-
-
-class _Switching:
-    """How long a thread may keep the interpreter while any engine of this process has threads of a store: the first one
-    that opens sets it, and after the last one it is what it was before."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._engines = 0
-        self._before = 0.0
-
-    def begin(self) -> None:
-        with self._lock:
-            if not self._engines:
-                self._before = sys.getswitchinterval()
-                sys.setswitchinterval(_SWITCH_SECONDS)
-            self._engines += 1
-
-    def end(self) -> None:
-        with self._lock:
-            self._engines -= 1
-            if not self._engines:
-                sys.setswitchinterval(self._before)
-
-
-_switching = _Switching()
-
-
 class Tiers:
     """The tiers of one scheduler, in the hands of a mover and a store. All but `wake` is called by one thread.
 
-    The mover's host arena is registered with the store. A tick is `tick_seconds` of `clock`; without a store nobody
-    counts ticks. With one that has threads here, its `on_report` is taken, and threads of this process take turns
+    The mover's host arena is registered with the store. A tick is `tick_seconds` of `clock`; without a store no
+    ticks are counted. With one that has threads here, its `on_report` is taken, and threads of this process take turns
     every 0.2 ms, and every ms while a step begins or polls; open it with `process=True` and no step waits for it. A
     lookup and a fetch are given up shortly before the scheduler loses its patience; a backup when it has taken longer
     than `backup_seconds` and its size explain. While the store's breaker is open, the scheduler knows (`StoreUp`) and
@@ -146,11 +99,11 @@ class Tiers:
         self._backup_seconds = backup_seconds
         self._clock = clock
         self._began = clock()
-        self._ticks = 0  # that were told
-        self._up = True  # the store, as was told
+        self._ticks = 0  # that the scheduler has had
+        self._up = True  # the store, as the scheduler knows
         self._moves: dict[int, Kind] = {}
         self._jobs: dict[int, _StoreJob] = {}
-        self._held: dict[int, _Held] = {}  # by job: told when the backend has returned
+        self._held: dict[int, _Held] = {}  # by job: reported when the backend has returned
         self._ready: list[Event] = []  # for the next poll
         self._wakeup = Wakeup()
         self._sleeper = select.poll()
@@ -159,7 +112,7 @@ class Tiers:
         self._closed = False
         self._counts = dict.fromkeys(("loads", "saves", "lookups", "fetches", "backups", "failed", "refused"), 0)
         self._pages = dict.fromkeys(("fetched", "backed_up"), 0)
-        self._skipped = False  # whether it was said that host has no room
+        self._skipped = False  # whether the log has it that host has no room
         if store is not None and mover is not None:
             self._page_bytes = {group.name: group.page_bytes for group in mover.host.groups}
             for name, pages in mover.host.pages.items():
@@ -174,8 +127,8 @@ class Tiers:
         else:
             store.on_report = self._wakeup.ring
         if store.gate is not None:
-            _switching.begin()
-            self._first = _First(store.gate)
+            switch_interval.begin()
+            self._first = StepsFirst(store.gate)
 
     # ---- from plan to events
 
@@ -223,7 +176,7 @@ class Tiers:
     # ---- waiting
 
     def wait(self, timeout: float | None) -> bool:
-        """Until there is something to poll, or somebody calls `wake`, or for so many seconds. False if it was that."""
+        """Wait until there is something to poll, for `wake`, or for so many seconds. False if it was the last."""
         until = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             self._wakeup.clear()
@@ -242,7 +195,7 @@ class Tiers:
         self._wakeup.ring()
 
     def seconds_to(self, ticks: int) -> float:
-        """Until `poll` will have told of so many ticks more."""
+        """Seconds until `poll` will have reported so many ticks more."""
         return max(0.0, self._began + (self._ticks + ticks) * self._tick - self._clock())
 
     @property
@@ -272,15 +225,15 @@ class Tiers:
         if self._mover is not None:
             self._mover.close()
         returned = self._store is None or self._store.close(timeout)
-        if isinstance(self._first, _First):
+        if isinstance(self._first, StepsFirst):
             self._first = contextlib.nullcontext()
-            _switching.end()
+            switch_interval.end()
         self._collect()
         return returned
 
     @property
     def backed_up(self) -> int:
-        """Pages that the store has said to have kept."""
+        """Pages that the store has reported as kept."""
         return self._pages["backed_up"]
 
     def say_unwritten(self) -> None:
@@ -408,13 +361,13 @@ class Tiers:
         self._ready.append(event)
 
     def _sleep(self, seconds: float) -> None:
-        if seconds < 0.001:  # less than it can be told to wait for files
+        if seconds < 0.001:  # less than a wait for files can be
             time.sleep(max(0.0, seconds))
         else:
             self._sleeper.poll(None if seconds == math.inf else seconds * 1e3)
 
     def _next_look(self) -> float:
-        """Seconds after which something may be over that nobody calls for: a mover's work, a deadline."""
+        """Seconds after which something may be over that makes no call: a mover's work, a deadline."""
         if self._moves:
             return _MOVER_POLL_SECONDS
         if not self._jobs:

@@ -25,7 +25,7 @@ from torch import Tensor
 from sapwood.cache import CacheGroup
 
 from .arena import DeviceArena, HostArena, aligned
-from .movers import Kind, Mover, TransferPart, runs, told
+from .movers import Kind, Mover, TransferPart, reason_of, runs
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class TorchMover(Mover):
         self._lanes: dict[Kind, _Lane] = {"save": _Lane(device.device), "load": _Lane(device.device)}
         self._batch = batch_copy() if cuda else None
         if cuda:
-            torch.cuda.synchronize(device.device)  # whoever made the memory may still be filling it
+            torch.cuda.synchronize(device.device)  # the memory may still be being filled
 
     def _begin(self, kind: Kind, op: int, parts: list[TransferPart]) -> None:
         lane = self._lanes[kind]
@@ -147,13 +147,13 @@ class TorchMover(Mover):
                     for part in parts:
                         self._move(kind, part)
         except Exception as error:  # whatever it is, the step loop goes on
-            reason = told(error)
+            reason = reason_of(error)
         if lane.stream:
             try:
                 event = torch.cuda.Event()
                 event.record(lane.stream)
             except Exception as error:  # the device is gone: nothing writes any more
-                reason, event = reason or told(error), None
+                reason, event = reason or reason_of(error), None
         if event is None:
             self._end(op, reason)
         else:
@@ -204,7 +204,7 @@ class TorchMover(Mover):
                     if not event.query():
                         break
                 except Exception as error:
-                    reason = reason or told(error)
+                    reason = reason or reason_of(error)
                 lane.pending.popleft()
                 self._end(op, reason)
 

@@ -9,11 +9,10 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct
 
-from sapwood.engine.params import SamplingParams
+from sapwood.engine.params import Likely, SamplingParams
 
 from ..errors import bad
 from ..generation import Prompt
-from ..process.messages import Likely
 from ..text.tokens import AsyncTokenizer
 
 _encode = msgspec.json.Encoder().encode

@@ -25,7 +25,7 @@ import numpy as np
 import zmq
 
 from sapwood.engine.lora.process import SECONDS
-from sapwood.engine.params import SamplingParams
+from sapwood.engine.params import Likely, SamplingParams
 
 from ..errors import ApiError, Disconnected, engine_down, without_paths
 from .engine_process import IGNORED, MAX_UNACKED_STEPS, REFUSED, STOP, Settings
@@ -36,7 +36,6 @@ from .messages import (
     Drop,
     End,
     EngineQuery,
-    Likely,
     Progress,
     QueryAnswer,
     Ready,

@@ -28,7 +28,8 @@ import numpy as np
 import zmq
 
 from sapwood.cache import held_events
-from sapwood.engine.request_table import Requests
+from sapwood.engine.params import Likely
+from sapwood.engine.request_table import RequestTable
 from sapwood.engine.samples import Sample
 
 from ..observe.logs import set_up
@@ -36,13 +37,13 @@ from .engine_queries import EngineQueries
 from .grammars import Grammars, GrammarsBusy
 from .kv_events import KVEventPublisher
 from .kv_events_config import KVEventsConfig
+from .loaded_model import ServedEngine
 from .messages import (
     Acknowledged,
     Alive,
     Drop,
     End,
     EngineQuery,
-    Likely,
     Progress,
     QueryAnswer,
     Ready,
@@ -65,7 +66,7 @@ _PR_SET_PDEATHSIG = 1
 
 class Settings(msgspec.Struct, forbid_unknown_fields=True):
     """What an engine process is started with. `factory`: "module:function", which gets `flags` and a `Progress`
-    function, and returns a `Requests` with what `Serves` says."""
+    function, and returns what `LoadedModel` says."""
 
     factory: str
     flags: dict[str, Any]
@@ -76,9 +77,11 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class EngineSide:
-    """`engine`: whatever inherits `Requests`."""
+    """`engine`: the requests of the engine that is served."""
 
-    def __init__(self, engine: Requests, send: Any, grammars: Grammars | None, events: KVEventPublisher | None) -> None:
+    def __init__(
+        self, engine: RequestTable, send: Any, grammars: Grammars | None, events: KVEventPublisher | None
+    ) -> None:
         self.engine = engine
         self.answers = EngineQueries(engine, self._answer)
         self.inbox: deque[Any] = deque()
@@ -223,7 +226,7 @@ class EngineSide:
                 live.sent = len(ids)
             if sample.finish_reason is not None:
                 stop = sample.stop_reason if isinstance(sample.stop_reason, int) else None
-                ends.append(End(number, sample.finish_reason, stop, sample.cached, sample.error))
+                ends.append(End(number, sample.finish_reason, stop, sample.cache.cached, sample.error))
                 del self._live[number]
         if not numbers and not ends:
             return
@@ -266,13 +269,8 @@ class _Live:
 
     def begun(self) -> SampleBegun:
         sample = self.sample
-        known = sample.miss.cached  # when it came
-        host, store = sample.loaded - sample.fetched, sample.fetched
-        shared = max(0, sample.cached - max(known, host) - store)
         queued = max(0.0, (sample.seated or time.monotonic()) - self.arrived)
-        return SampleBegun(
-            self.number, queued, sample.cached, host, store, shared, sample.miss.reason, sample.miss.position
-        )
+        return SampleBegun(self.number, queued, sample.cache)
 
 
 def _plain(likely: Any) -> Likely:
@@ -315,11 +313,11 @@ def main() -> int:
             log.exception("the engine cannot start")
         context.destroy(linger=1000)
         return REFUSED if isinstance(error, ValueError) else 1
-    side = EngineSide(engine, send, grammars, events)
+    side = EngineSide(engine.requests, send, grammars, events)
 
     def stop(*_: object) -> None:
         side.stopping = True
-        engine.wake()
+        engine.requests.wake()
 
     signal.signal(STOP, stop)
     threading.Thread(target=_receive, args=(inward, side), daemon=True).start()
@@ -332,37 +330,38 @@ def main() -> int:
     return 0
 
 
-def _opened(settings: Settings, send: Any) -> tuple[Requests, Grammars | None, KVEventPublisher | None]:
+def _opened(settings: Settings, send: Any) -> tuple[ServedEngine, Grammars | None, KVEventPublisher | None]:
     module, _, function = settings.factory.partition(":")
     config = None if settings.kv_events is None else KVEventsConfig.of(settings.kv_events)
     send(Progress("importing"))
     opened = getattr(import_module(module), function)(
         settings.flags, lambda what: send(Progress(what)), config is not None and config.active
     )
-    engine: Requests = opened.engine
+    engine: ServedEngine = opened.engine
+    requests = engine.requests
     grammars = None
     if opened.tokenizer is not None:
-        grammars = Grammars(opened.tokenizer, engine.vocabulary, engine.eos)
-        engine.fill = grammars.fill
+        grammars = Grammars(opened.tokenizer, requests.vocabulary, requests.eos)
+        engine.masks.fill = grammars.fill
     events = None
     if config is not None and config.active:
-        adapters: Any = getattr(engine, "adapters", None)
+        adapters: Any = requests.adapters
 
         def name_of(digest: bytes) -> str | None:
             known = {} if adapters is None else adapters.names()
             return next((name for name, each in known.items() if each == digest), None)
 
-        events = KVEventPublisher(config, name_of, engine.wake)
+        events = KVEventPublisher(config, name_of, requests.wake)
     send(
         Ready(
             opened.folder,
-            engine.vocabulary,
-            engine.max_model_len,
-            list(engine.eos),
-            engine.scheduler.config.page_size,
-            {} if getattr(engine, "adapters", None) is None else engine.adapters.names(),  # type: ignore[attr-defined]
-            {**opened.facts, "store": (engine.loop.tiers.stats()["store"] or {}).get("uri")},
-            engine.closes_within,
+            requests.vocabulary,
+            requests.max_model_len,
+            list(requests.eos),
+            requests.scheduler.config.page_size,
+            {} if requests.adapters is None else requests.adapters.names(),
+            {**opened.facts, "store": (requests.loop.tiers.stats()["store"] or {}).get("uri")},
+            requests.closes_within,
         )
     )
     return engine, grammars, events

@@ -12,7 +12,7 @@ import numpy as np
 from sapwood.cache import Namespace
 from sapwood.engine.lora.process import AT_ONCE, ReaderBusy, ReadTimeout
 from sapwood.engine.lora.reader import NoFolder
-from sapwood.engine.request_table import Requests
+from sapwood.engine.request_table import RequestTable
 
 from .messages import EngineQuery, QueryAnswer
 
@@ -22,7 +22,7 @@ _PROBLEMS = {NoFolder: "no_adapter", ReaderBusy: "adapters_busy", ReadTimeout: "
 class EngineQueries:
     """One thread calls `take` and `poll`: that of the steps."""
 
-    def __init__(self, engine: Requests, send: Callable[[QueryAnswer], None]) -> None:
+    def __init__(self, engine: RequestTable, send: Callable[[QueryAnswer], None]) -> None:
         self.engine = engine
         self._send = send
         self._files = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="adapters")  # none of them waits for another
@@ -91,11 +91,11 @@ class EngineQueries:
     # ---- adapters
 
     def _adapters(self) -> dict[str, bytes]:
-        adapters = getattr(self.engine, "adapters", None)
+        adapters = self.engine.adapters
         return {} if adapters is None else adapters.names()
 
     def _load_adapter(self, name: str, path: str, root: str | None) -> Any:
-        adapters: Any = getattr(self.engine, "adapters", None)
+        adapters: Any = self.engine.adapters
         if adapters is None:
             raise ValueError("this server was started without --enable-lora")
         if len(self._waiting) >= AT_ONCE:
@@ -103,7 +103,7 @@ class EngineQueries:
         return _Later(lambda: adapters.read(path, root), lambda adapter: adapters.add(name, adapter))
 
     def _unload_adapter(self, name: str) -> bytes:
-        adapters: Any = getattr(self.engine, "adapters", None)
+        adapters: Any = self.engine.adapters
         if adapters is None:
             raise ValueError("this server was started without --enable-lora")
         digest: bytes = adapters.unload(name)
@@ -126,7 +126,7 @@ def _refusal(number: int, error: Exception) -> QueryAnswer:
     return QueryAnswer(number, None, str(error) or type(error).__name__, _PROBLEMS.get(type(error), ""))
 
 
-def _shown(space: Namespace, engine: Requests) -> dict[str, Any]:
+def _shown(space: Namespace, engine: RequestTable) -> dict[str, Any]:
     """A namespace without its salt, which is a secret of its tenant."""
     digest = None if space.adapter is None else space.adapter.hex()
     return {"adapter": digest, "salted": space.salt is not None, "version": space.version}

@@ -15,11 +15,10 @@ from typing import Any
 
 import msgspec
 
-from sapwood.engine.params import SamplingParams
+from sapwood.engine.cache_report import CacheReport
+from sapwood.engine.params import Likely, SamplingParams
 
 from .grammars import GrammarSpec
-
-Likely = dict[int, tuple[float, int]]  # token -> log-probability, and its rank from 1
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True, gc=False):
@@ -95,16 +94,11 @@ class StartFailed(_Message):
 
 
 class SampleBegun(_Message):
-    """A sample has its first token: what it was served of its prompt, tokens by tier, and why no more."""
+    """A sample has its first token."""
 
     number: int
     queued: float  # seconds until it was first computed
-    cached: int
-    host: int
-    store: int
-    shared: int  # while another request computed it
-    reason: str
-    position: int
+    cache: CacheReport
 
 
 class End(_Message):
