@@ -100,8 +100,8 @@ class ScriptedLink(EngineLink):
     def _send(self, message: Any) -> None:
         if isinstance(message, Drop):
             self.dropped.append(message)
-        if isinstance(message, EngineQuery) and message.what in self.answers:
-            self._other(Said(message.number, self.answers[message.what], ""))
+        if isinstance(message, EngineQuery) and message.name in self.answers:
+            self._other(Said(message.number, self.answers[message.name], ""))
         if isinstance(message, Submit):
             prompt = tokens().decode(np.frombuffer(message.tokens, np.int32).tolist())
             self.prompts.append(prompt)
@@ -145,7 +145,7 @@ class ScriptedLink(EngineLink):
         one = np.array([number], np.int64).tobytes(), np.array([token], np.int32).tobytes()
         self._dispatch(Step(1, 0.0, *one, begun, [] if rest else [end], likely, prompts))
         self.lag = 0.0
-        self._tell()
+        self._wake_readers()
         if rest:
             asyncio.get_running_loop().call_soon(self._step, submit, rest, end, cached)
 

@@ -13,8 +13,7 @@ import pytest
 
 from sapwood.engine.params import SamplingParams
 from sapwood.server.process.engine_client import EngineJob, EngineLink
-from sapwood.server.process.engine_process import Settings
-from sapwood.server.process.messages import Acknowledged, StepOutput, decode_to_api, decode_to_engine, encode
+from sapwood.server.process.messages import Acknowledged, Settings, StepOutput, decode_to_api, decode_to_engine, encode
 
 from ..ages import LIMITS
 from .kit import Running, paced_flags
@@ -50,7 +49,7 @@ def test_S16_samples_past_31_bits_are_answered_also_after_a_restart(limit: int):
     """Requests whose samples have numbers below, across and beyond a limit all get their own tokens, those that a young
     server gives; questions are answered; what is dropped is dropped. The numbers go on after the engine was killed.
 
-    Mutation: `EngineSide._tell` sends numbers as int32; `_dispatch` reads them as int32.
+    Mutation: `EngineSide._send_step` sends numbers as int32; `_dispatch` reads them as int32.
     """
 
     async def story(at: int) -> list[list[list[int]]]:

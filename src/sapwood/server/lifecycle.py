@@ -34,8 +34,7 @@ from .observe.logs import Recent, RequestLog, set_up, status_line
 from .observe.metrics import Metrics
 from .observe.record import TraceRecorder
 from .process.engine_client import EngineLink, EngineRefused
-from .process.engine_process import Settings
-from .process.messages import Ready
+from .process.messages import Ready, Settings
 from .text.template import ChatTemplate, find_template
 from .text.tokens import AsyncTokenizer
 from .text.tools import guess_parser

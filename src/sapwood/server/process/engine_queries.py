@@ -1,5 +1,5 @@
 """Questions of the API process about the cache, and changes of adapters, answered between two steps. Adapters are read
-by processes of their own, for which threads wait."""
+by processes of their own; threads wait for those."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class EngineQueries:
     def __init__(self, engine: Requests, send: Callable[[QueryAnswer], None]) -> None:
         self.engine = engine
         self._send = send
-        self._files = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="adapters")  # none of them waits for another
+        self._files = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="adapters")  # no read waits for another
         self._waiting: list[tuple[int, Future[Any], Callable[[Any], Any]]] = []
-        self._known: dict[str, Callable[..., Any]] = {
+        self._answers: dict[str, Callable[..., Any]] = {
             "stats": self._stats,
             "explain": self._explain,
             "tree": self._tree,
@@ -36,18 +36,18 @@ class EngineQueries:
             "unload_adapter": self._unload_adapter,
         }
 
-    def take(self, ask: EngineQuery) -> None:
+    def take(self, query: EngineQuery) -> None:
         try:
-            found = self._known[ask.what](**ask.arguments)
+            found = self._answers[query.name](**query.arguments)
         except (ValueError, KeyError, TypeError, ReaderBusy) as error:
-            self._send(_refusal(ask.number, error))
+            self._send(_refusal(query.number, error))
             return
         if isinstance(found, _Later):
             future = self._files.submit(found.read)
             future.add_done_callback(lambda _: self.engine.wake())
-            self._waiting.append((ask.number, future, found.then))
+            self._waiting.append((query.number, future, found.then))
         else:
-            self._send(QueryAnswer(ask.number, found, ""))
+            self._send(QueryAnswer(query.number, found, ""))
 
     def poll(self) -> None:
         for waiting in [each for each in self._waiting if each[1].done()]:
@@ -66,9 +66,9 @@ class EngineQueries:
         cache = dict(stats["cache"])
         cache["namespaces"] = [{**each, "namespace": _shown(each["namespace"], engine)} for each in cache["namespaces"]]
         live = engine.scheduler.adapters()
-        told = {state: {digest.hex(): count for digest, count in some.items()} for state, some in live.items()}
+        by_state = {state: {digest.hex(): count for digest, count in some.items()} for state, some in live.items()}
         steps = {"sizes": list(engine.loop.step_sizes), "sum": engine.loop.step_tokens}
-        return {**stats, "cache": cache, "adapters": self._adapters(), "live_adapters": told, "step_tokens": steps}
+        return {**stats, "cache": cache, "adapters": self._adapters(), "live_adapters": by_state, "step_tokens": steps}
 
     def _explain(self, tokens: bytes, adapter: bytes | None, salt: str | None, admin: bool) -> dict[str, Any]:
         space = Namespace(adapter, salt, self.engine.version)
@@ -78,8 +78,8 @@ class EngineQueries:
         return self.engine.scheduler.cache.outline(most)
 
     def _reset(self, store: bool) -> dict[str, Any]:
-        """Forget what is cached on device and host, and with `store` also what the store has: nothing there is found
-        any more by this server, and its room is given to others as the store needs it."""
+        """Forget what is cached on device and host. With `store` this server does not find its pages in the store any
+        more either; they stay there until the store needs their room."""
         pages = self.engine.scheduler.cache.stats()["pages"]
         held = {tier: sum(group[tier]["tree"] for group in pages.values()) for tier in ("device", "host")}
         self.engine.scheduler.flush()
@@ -127,6 +127,6 @@ def _refusal(number: int, error: Exception) -> QueryAnswer:
 
 
 def _shown(space: Namespace, engine: Requests) -> dict[str, Any]:
-    """A namespace without its salt, which is a secret of its tenant."""
+    """A namespace without its salt, which is the tenant's secret."""
     digest = None if space.adapter is None else space.adapter.hex()
     return {"adapter": digest, "salted": space.salt is not None, "version": space.version}

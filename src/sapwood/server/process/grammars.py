@@ -15,11 +15,11 @@ import json
 import os
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -27,10 +27,10 @@ import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
-from .fair_queue import FairQueue
 from .grammar_trial import LIMITS, STACK, Trial, Vocabulary, explained
 
 Masks = npt.NDArray[np.int32]
+T = TypeVar("T")
 
 KINDS = ("json_object", "json_schema", "regex", "choice", "grammar", "structural_tag", "tool_calls")
 MOST_CHOICE = 4096  # characters
@@ -191,6 +191,72 @@ class TokenGrammar:
             self._strikes += 1
             if self._strikes >= _MAX_STRIKES:
                 self.fails("grammar takes too long for each token")
+
+
+class FairQueue(Generic[T]):
+    """Things wait under names, which have equal shares of its places and its turns: one thing of each name is taken in
+    turn. At most `most` may wait; where there is no place, the name with most things gives up its newest. Threads put
+    and take."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._waiting: dict[str, deque[T]] = {}  # by name; the first has the next turn
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def __len__(self) -> int:
+        with self._changed:
+            return self._count()
+
+    def put(self, name: str, thing: T) -> T | None:
+        """What had to give way for it: a thing of another name, the thing itself, or nothing."""
+        with self._changed:
+            if self._count() >= self._most:
+                longest = max(self._waiting, key=lambda each: len(self._waiting[each]))
+                if len(self._waiting[longest]) <= len(self._waiting.get(name, ())) + 1:
+                    return thing
+                gone: T | None = self._waiting[longest].pop()
+            else:
+                gone = None
+            self._waiting.setdefault(name, deque()).append(thing)
+            self._changed.notify()
+            return gone
+
+    def take(self) -> T | None:
+        """The next thing; waits for it. None once the queue is closed."""
+        with self._changed:
+            while not self._waiting and not self._closed:
+                self._changed.wait()
+            if self._closed:
+                return None
+            name = next(iter(self._waiting))
+            theirs = self._waiting.pop(name)
+            thing = theirs.popleft()
+            if theirs:
+                self._waiting[name] = theirs  # behind all other names
+            return thing
+
+    def remove(self, unwanted: Callable[[T], bool]) -> None:
+        """These need not be done any more, if they still wait."""
+        with self._changed:
+            for name, theirs in list(self._waiting.items()):
+                left = deque(thing for thing in theirs if not unwanted(thing))
+                if left:
+                    self._waiting[name] = left  # its turn stays the same
+                else:
+                    del self._waiting[name]
+
+    def close(self) -> list[T]:
+        """What was still waiting. From now on `take` returns None."""
+        with self._changed:
+            left = [thing for theirs in self._waiting.values() for thing in theirs]
+            self._waiting.clear()
+            self._closed = True
+            self._changed.notify_all()
+            return left
+
+    def _count(self) -> int:
+        return sum(map(len, self._waiting.values()))
 
 
 class Grammars:
