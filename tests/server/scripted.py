@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import uvicorn
 
+from sapwood.engine.cache_report import CacheReport
 from sapwood.engine.loading.default_model import default_model
 from sapwood.server.app import App
 from sapwood.server.config import ServerConfig
@@ -134,7 +135,7 @@ class ScriptedLink(EngineLink):
         begun = []
         lane = self.lanes.get(number)
         if lane is not None and lane.begun is None:
-            begun = [SampleBegun(number, 0.0, cached, 0, 0, 0, "cold" if not cached else "hit", cached)]
+            begun = [SampleBegun(number, 0.0, CacheReport(cached, reason="hit" if cached else "cold", position=cached))]
         likely, prompts = {}, {}
         top, scores = submit.params.logprobs, submit.params.prompt_logprobs
         if top is not None:

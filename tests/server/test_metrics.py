@@ -220,7 +220,7 @@ def test_a_request_is_counted_where_it_belongs(metrics):
     """Tokens by tier, misses by reason, samples by why they ended. A prompt that was never computed counts nowhere but
     in the request; one that was served by another meanwhile is no miss.
 
-    Mutation: `by_tier` counts what came from a store as device's; `is_miss` does not look at `position`; `finished`
+    Mutation: `by_tier` counts what came from a store as device's; `missed` does not look at `position`; `finished`
     counts prompts without a reason.
     """
     metrics.finished(

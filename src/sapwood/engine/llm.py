@@ -236,17 +236,15 @@ class LLM:
 
     def _output(self, job: _PromptJob) -> RequestOutput:
         first = job.samples[0]
-        miss = None  # also where a store or a neighbour had more than was here when it came
-        if first.miss.reason != "hit" and first.cached <= first.miss.position:
-            miss = Miss(first.miss.reason, first.miss.position)
+        cache = first.cache
         return RequestOutput(
             job.id,
             job.prompt,
             job.ids,
             [_completion(sample) for sample in job.samples],
             job.over,
-            first.cached,
-            miss,
+            cache.cached,
+            Miss(cache.reason, cache.position) if cache.missed else None,
             job.lora,
             list(first.prompt_logprobs) if first.scores_prompt else None,
             next((sample.error for sample in job.samples if sample.error), None),

@@ -95,7 +95,6 @@ class Requests:
         eos = () if params.ignore_eos else self.eos
         stops = tuple(dict.fromkeys((*eos, *(params.stop_token_ids or ()))))
         namespace = Namespace(adapter, params.cache_salt, self.version)
-        miss = self.scheduler.cache.explain(namespace, ids)
         words = (*bad_words, *(bad_word_tokens(self.tokenizer, params) if params.bad_words else ()))
         least, texts = min(params.min_tokens, most), self.detokenizer if params.detokenize else None
         samples = []
@@ -104,7 +103,7 @@ class Requests:
             stream = None if texts is None else TextStream(texts, params, ids[-16:].tolist())
             grammar = grammars[index] if grammars else None
             spec = RequestSpec(name, ids, most, namespace, params.priority, stops, least, reads_cache, writes_cache)
-            sample = Sample(spec, id, index, ids, params, stops, words, stream, miss, grammar)
+            sample = Sample(spec, id, index, ids, params, stops, words, stream, grammar)
             if sample.scores_prompt:  # what is cached has no logits
                 sample.spec = replace(spec, reads_cache=False)
                 sample.prompt_logprobs = [None] * len(ids)  # nothing is known of the first
@@ -194,8 +193,8 @@ class Requests:
         for row in range(batch.decodes, len(batch.ids)):
             sample = self.samples.get(batch.ids[row])
             if sample is not None and batch.samples[row] and not sample.token_ids:
-                sample.cached = int(batch.cached[row])
-                sample.loaded, sample.fetched = self.scheduler.brought(sample.id)
+                loaded, fetched = self.scheduler.brought(sample.id)
+                sample.served(int(batch.cached[row]), loaded, fetched, self.scheduler.found(sample.id))
 
     def _told(self, plan: Plan, event: Any) -> Mapping[str, Likely]:
         """What a plan that is done tells of log-probabilities, by sample."""
@@ -260,7 +259,6 @@ class Requests:
             for sample in held:
                 namespace = replace(sample.spec.namespace, version=self.version)
                 sample.spec = replace(sample.spec, namespace=namespace)
-                sample.miss = self.scheduler.cache.explain(namespace, sample.prompt)
                 self._enter([sample])
 
     # ---- what an executor asks

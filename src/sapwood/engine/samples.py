@@ -12,6 +12,7 @@ import numpy.typing as npt
 from sapwood.cache import Explanation
 from sapwood.scheduler import Ended, RequestSpec
 
+from .cache_report import NOT_COMPUTED, CacheReport
 from .params import SamplingParams
 from .stops import TextStream
 
@@ -50,7 +51,6 @@ class Sample:
     eos: tuple[int, ...]  # tokens that end it
     bad_words: tuple[tuple[int, ...], ...]
     stream: TextStream | None  # None: no text is made
-    miss: Explanation
     grammar: Grammar | None = None
     fed: int = 0  # tokens that the grammar has been told
     seated: float = 0.0  # when it first had memory and something was computed for it; 0: not yet
@@ -58,9 +58,7 @@ class Sample:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
     cumulative: float = 0.0
-    cached: int = 0  # tokens of the prompt that were not computed; known with the first token
-    loaded: int = 0  # of these: from host memory or a store
-    fetched: int = 0  # of these: from a store
+    cache: CacheReport = NOT_COMPUTED  # known with the first token
     new_text: str = ""  # what the last token has made final
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -100,8 +98,17 @@ class Sample:
         token = int(self.prompt[position])
         self.prompt_logprobs[position] = _named(likely, token, self.params.prompt_logprobs or 0, tokenizer)
 
+    def served(self, cached: int, loaded: int, fetched: int, found: Explanation | None) -> None:
+        """What of the prompt was not computed; of that, what was brought to the device, and what of that from a store;
+        and what admission found."""
+        if found is None:
+            self.cache = CacheReport(cached)
+            return
+        shared = max(0, cached - max(found.cached, loaded))
+        self.cache = CacheReport(cached, loaded - fetched, fetched, shared, found.reason, found.position)
+
     def ends(self, end: Ended, model_eos: tuple[int, ...]) -> None:
-        self.cached, self.loaded, self.fetched = end.cached, end.loaded, end.fetched
+        self.served(end.cached, end.loaded, end.fetched, end.found)
         last = self.token_ids[-1] if self.token_ids else None
         if self.stream is not None and self.stream.stopped is not None:
             self.finish_reason, self.stop_reason = "stop", self.stream.stopped

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from sapwood.engine.cache_report import TIERS
 from sapwood.engine.params import SamplingParams
 from sapwood.engine.stops import bad_word_tokens
 
@@ -34,6 +35,7 @@ from .generation import Generation, Model, Prompt
 from .process.engine_client import EngineLink
 from .process.grammars import GrammarSpec
 from .process.grammars import check as check_grammar
+from .process.messages import SampleBegun
 from .salt_key import salt_of
 from .text.answer_parts import Tools, with_tools_in_system_prompt
 from .text.reasoning import ReasoningSplitter, splitter_for
@@ -442,22 +444,14 @@ class Serving:
         """What each prompt was served from where, and why no more of it, in words of the requester's own prompt."""
         return [self._report(prompt, begun) for prompt, begun in zip(generation.prompts, generation.begun, strict=True)]
 
-    def _report(self, prompt: Prompt, begun: Any) -> dict[str, Any]:
+    def _report(self, prompt: Prompt, begun: SampleBegun | None) -> dict[str, Any]:
         if begun is None:
             return {"prompt_tokens": len(prompt.ids), "cached_tokens": 0}
-        device = begun.cached - begun.host - begun.store - begun.shared
-        told: dict[str, Any] = {
-            "prompt_tokens": len(prompt.ids),
-            "cached_tokens": begun.cached,
-            "device": max(0, device),
-            "host": begun.host,
-            "store": begun.store,
-            "shared": begun.shared,
-            "miss": None,
-        }
-        if begun.reason != "hit" and begun.cached <= begun.position:
-            told["miss"] = {"reason": begun.reason, "position": begun.position, **self.around(prompt, begun.position)}
-        return told
+        cache = begun.cache
+        report = {"prompt_tokens": len(prompt.ids), "cached_tokens": cache.cached}
+        report |= zip(TIERS, cache.by_tier, strict=True)
+        miss = {"reason": cache.reason, "position": cache.position, **self.around(prompt, cache.position)}
+        return {**report, "miss": miss if cache.missed else None}
 
     def around(self, prompt: Prompt, position: int) -> dict[str, str]:
         """The text of a prompt before and behind a token."""

@@ -90,7 +90,7 @@ class Generation:
 
     @property
     def usage(self) -> TokenCounts:
-        cached = sum(lane.begun.cached for lane in self.job.lanes[:: self.params.n] if lane.begun is not None)
+        cached = sum(lane.begun.cache.cached for lane in self.job.lanes[:: self.params.n] if lane.begun is not None)
         return TokenCounts(sum(len(prompt.ids) for prompt in self.prompts), self._completion, cached)
 
     @property

@@ -1,13 +1,9 @@
-"""Figures that several places show: of the pages in the engine's stats, and of a request that is over."""
+"""Figures of the pages in the engine's stats, as the log and `/metrics` show them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
-
-from .finished import FinishedPrompt
-
-TIERS = ("device", "host", "store", "shared")  # where cached tokens of a prompt come from
 
 
 class PageUse(NamedTuple):
@@ -30,14 +26,3 @@ def page_use(stats: Mapping[str, Any], tier: str) -> PageUse:
             held = max(held, 1 - left / capacity)
             used = max(used, 1 - pages["free"] / capacity)
     return PageUse(held, used)
-
-
-def by_tier(prompt: FinishedPrompt) -> tuple[int, int, int, int]:
-    """The cached tokens of a prompt in order of `TIERS`."""
-    device = prompt.cached - prompt.host - prompt.store - prompt.shared
-    return max(0, device), prompt.host, prompt.store, prompt.shared
-
-
-def is_miss(prompt: FinishedPrompt) -> bool:
-    """Whether it was computed, and less of it was cached than could have been."""
-    return prompt.reason not in ("", "hit") and prompt.cached <= prompt.position

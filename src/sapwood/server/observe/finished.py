@@ -7,17 +7,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from sapwood.engine.cache_report import CacheReport
+
 
 class FinishedPrompt(NamedTuple):
-    """A prompt of a request. `reason`, `position`: why no more of it was cached; "" if it was never computed."""
+    """A prompt of a request."""
 
     ids: npt.NDArray[np.int32]
-    cached: int
-    host: int
-    store: int
-    shared: int
-    reason: str
-    position: int
+    cache: CacheReport
     queued: float  # seconds until it was first computed
 
 

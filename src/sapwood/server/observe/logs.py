@@ -15,7 +15,9 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TextIO
 
-from .figures import TIERS, by_tier, page_use
+from sapwood.engine.cache_report import TIERS
+
+from .figures import page_use
 from .finished import Finished
 
 TEXT = 2000  # characters of a prompt, where it is logged
@@ -100,14 +102,15 @@ def status_line(stats: Mapping[str, Any] | None, running: int, waiting: int, int
 
 def _fields(done: Finished) -> dict[str, str | int | float]:
     """What the line of a request says, in its order."""
-    tiers = [sum(tokens) for tokens in zip(*map(by_tier, done.prompts), strict=True)] or [0] * len(TIERS)
+    by_tier = [prompt.cache.by_tier for prompt in done.prompts]
+    tiers = [sum(tokens) for tokens in zip(*by_tier, strict=True)] or [0] * len(TIERS)
     fields: dict[str, str | int | float] = {
         "id": done.id[:_WORD],
         "path": done.path[:_WORD],
         "status": done.status,
         "model": (done.adapter or done.model)[:_WORD],
         "prompt_tokens": sum(len(prompt.ids) for prompt in done.prompts),
-        "cached_tokens": sum(prompt.cached for prompt in done.prompts),
+        "cached_tokens": sum(prompt.cache.cached for prompt in done.prompts),
         **{f"cached_{tier}": tokens for tier, tokens in zip(TIERS, tiers, strict=True)},
         "generated_tokens": done.completion_tokens,
         "reason": ",".join(dict.fromkeys(done.reasons))[:_WORD],

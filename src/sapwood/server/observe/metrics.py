@@ -17,8 +17,9 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from sapwood.engine.cache_report import TIERS
+
 from ..generation import Model
-from .figures import TIERS, by_tier, is_miss
 from .finished import Finished
 from .histogram import FIRST_TOKEN, GAP, QUICK_GAP, QUICK_REQUEST, REQUEST, SAMPLES, Histogram, one_two_five
 from .metrics_engine import EngineFamilies
@@ -68,17 +69,17 @@ class Metrics:
         adapter = self._adapter(done.adapter)
         self._requests[self._paths.of(done.path), str(done.status)] += 1
         for prompt in done.prompts:
-            if not prompt.reason:  # never computed
+            if not prompt.cache.reason:  # never computed
                 continue
             length = len(prompt.ids)
             self._prompts[(adapter,)] += 1
             self._prompt_tokens[(adapter,)] += length
             self._lengths.add(length)
             self._queued.add(prompt.queued)
-            for tier, tokens in zip(TIERS, by_tier(prompt), strict=True):
+            for tier, tokens in zip(TIERS, prompt.cache.by_tier, strict=True):
                 self._cached[tier, adapter] += tokens
-            if is_miss(prompt):
-                self._misses[self._reasons.of(prompt.reason), adapter] += 1
+            if prompt.cache.missed:
+                self._misses[self._reasons.of(prompt.cache.reason), adapter] += 1
         for reason in done.reasons:
             self._success[_FINISHED.get(reason, "error")] += 1
         self._generated[(adapter,)] += done.uncounted_tokens

@@ -103,7 +103,7 @@ class TraceRecorder:
         ms = max(0, int((done.arrived - self._start) * 1e3))
         output = -(-done.completion_tokens // max(1, len(done.reasons)))  # of each sample, in the mean
         for prompt in done.prompts:
-            if not prompt.reason or not len(prompt.ids):
+            if not prompt.cache.reason or not len(prompt.ids):
                 continue
             if self._tokens - self._hashed > _MAX_WAITING_TOKENS:
                 self._refused += 1

@@ -202,7 +202,8 @@ class EngineSide:
                 continue
             if len(ids) > sample.sent:
                 if not sample.sent:
-                    begun.append(_begun(number, sample))
+                    queued = max(0.0, (sample.seated or time.monotonic()) - sample.arrived)
+                    begun.append(SampleBegun(number, queued, sample.cache))
                     if sample.scores_prompt:
                         prompts[number] = [None if each is None else _plain(each) for each in sample.prompt_logprobs]
                 if sample.logprobs:
@@ -212,7 +213,7 @@ class EngineSide:
                 sample.sent = len(ids)
             if sample.finish_reason is not None:
                 stop = sample.stop_reason if isinstance(sample.stop_reason, int) else None
-                ends.append(End(number, sample.finish_reason, stop, sample.cached, sample.error))
+                ends.append(End(number, sample.finish_reason, stop, sample.cache.cached, sample.error))
                 del self._samples[number]
         if not numbers and not ends:
             return
@@ -237,14 +238,6 @@ class EngineSide:
             publisher.publish(events)
         if publisher.wants_snapshot:
             publisher.give_snapshot(held_events(self.engine.scheduler.cache))
-
-
-def _begun(number: int, sample: Sample) -> SampleBegun:
-    known = sample.miss.cached  # when it came
-    host, store = sample.loaded - sample.fetched, sample.fetched
-    shared = max(0, sample.cached - max(known, host) - store)
-    queued = max(0.0, (sample.seated or time.monotonic()) - sample.arrived)
-    return SampleBegun(number, queued, sample.cached, host, store, shared, sample.miss.reason, sample.miss.position)
 
 
 def _plain(likely: Any) -> Likely:

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from sapwood.engine.cache_report import CacheReport
 from sapwood.engine.params import SamplingParams
 
 from .grammars import GrammarSpec
@@ -113,16 +114,11 @@ class StartFailed(_Message):
 
 
 class SampleBegun(_Message):
-    """A sample has its first token: what of its prompt was cached, tokens by tier, and why no more."""
+    """A sample has its first token."""
 
     number: int
     queued: float  # seconds until it was first computed
-    cached: int
-    host: int
-    store: int
-    shared: int  # while another request computed it
-    reason: str
-    position: int
+    cache: CacheReport
 
 
 class End(_Message):
