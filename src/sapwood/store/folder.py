@@ -1,6 +1,6 @@
 """The folder of a file store: whether it may be used, and how many bytes it holds, counted by all its processes.
 
-    sapwood-store       says that the folder is a store, and its version
+    sapwood-store       marks the folder as a store, with its version
     usage               used | taken since ever | boot | checksum    one record, changed under the lock
     tmp/<owner>.owner   taken and not settled                        one for each process, locked while it lives
     tmp/<owner>.<n>     files being written by that process

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .breaker import Breaker, Missing
-from .keys import Fingerprint
+from .keys import HASH_BYTES, Fingerprint
 from .protocol import FAILED, MISSING, Backend, JobDone, Kind, Released
 from .store import Store, log
 from .threads import InterpreterYield
@@ -65,9 +65,9 @@ class _Job:
         self.why = ""
 
     def items(self, low: int, high: int) -> list[Item]:
-        hashes, arenas = self.hashes, self.arenas
+        hashes, arenas, size = self.hashes, self.arenas, HASH_BYTES
         return [
-            Item(arenas[self.columns[k]], self.numbers[k], hashes[32 * self.rows[k] : 32 * self.rows[k] + 32])
+            Item(arenas[self.columns[k]], self.numbers[k], hashes[size * self.rows[k] : size * self.rows[k] + size])
             for k in range(low, high)
         ]
 
@@ -124,13 +124,6 @@ class ThreadStore(Store):
             thread.start()
 
     # ---- what the caller does
-
-    def register(self, group: str, array: NDArray[np.uint8]) -> None:
-        arena = Arena(self.fingerprint, group, array)
-        if group in self._arenas:
-            raise ValueError(f"group {group!r} must be registered once, and was before")
-        self._backend.register(group, array)
-        self._arenas[group] = arena
 
     def poll(self) -> list[JobDone | Released]:
         if time.monotonic() >= self._first_deadline and self._lock.acquire(blocking=False):  # else the next time
@@ -207,6 +200,9 @@ class ThreadStore(Store):
         }
 
     # ---- on the caller's thread
+
+    def _register(self, arena: Arena) -> None:
+        self._backend.register(arena.group, arena.array)
 
     def _begin(
         self, id: int, kind: Kind, hashes: bytes, arenas: list[Arena], pages: NDArray[np.int64], deadline: float
@@ -383,7 +379,7 @@ class ThreadStore(Store):
                     self._counts[name] += n
                 for _, reason in bad:
                     self._bad[reason] += 1
-        if bad:  # a key names all that a value must fit: a value that does not is damaged, whatever its header says
+        if bad:  # a key names all that a value must fit: a value that does not is damaged, whatever its header is
             self._backend.delete([item.name for item, _ in bad])
 
     def _exists(self, job: _Job, places: Sequence[int], items: list[Item], known: Counter[str]) -> None:

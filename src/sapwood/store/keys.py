@@ -1,11 +1,11 @@
-"""Who may share through a store: the fingerprint of a server's memory layout, and the key of a page."""
+"""Which servers share pages through a store: the fingerprint of a server's memory layout, and the key of a page."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
 
-HASH_BYTES = 32
+HASH_BYTES = 32  # of the chain hash of a page
 _MAX_GROUPS = 65536
 
 

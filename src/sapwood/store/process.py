@@ -164,28 +164,6 @@ class ProcessStore(Store):
 
     # ---- what the caller does
 
-    def register(self, group: str, array: NDArray[np.uint8]) -> None:
-        arena = Arena(self.fingerprint, group, array)
-        if group in self._arenas:
-            raise ValueError(f"group {group!r} must be registered once, and was before")
-        place = place_of(array)
-        if place is None or len(array) >= 2**31:
-            raise ValueError(
-                f"memory of group {group!r} must be such that the store's process can map it too: take it from "
-                "sapwood.store.shared or an engine's HostArena, or open the store without process=True"
-            )
-        if self._away or self._closed:
-            raise StoreError(f"the store {self._shown} is closed, or its process is gone for now")
-        assert self._child is not None
-        file = os.dup(place.file)
-        self._files.append(file)
-        frame = wire.register(arena.index, (len(array), array.shape[1]), place.offset)
-        self._child.link.send(frame, file)
-        self._child.abreast = wire.read_registered(self._ask(wire.REGISTERED))
-        self._processor = -1  # where it may run depends on that
-        self._arenas[group] = arena
-        self._places[group] = (file, frame)
-
     def poll(self) -> list[JobDone | Released]:
         if self._live or time.monotonic() >= self._looked + _POLL_SECONDS:
             self._look()
@@ -258,6 +236,24 @@ class ProcessStore(Store):
     @property
     def _clogged(self) -> bool:
         return self._child is not None and self._child.link.unsent > _MAX_UNSENT_BYTES
+
+    def _register(self, arena: Arena) -> None:
+        place = place_of(arena.array)
+        if place is None or arena.pages >= 2**31:
+            raise ValueError(
+                f"memory of group {arena.group!r} must be such that the store's process can map it too: take it from "
+                "sapwood.store.shared or an engine's HostArena, or open the store without process=True"
+            )
+        if self._away or self._closed:
+            raise StoreError(f"the store {self._shown} is closed, or its process is gone for now")
+        assert self._child is not None
+        file = os.dup(place.file)
+        self._files.append(file)
+        frame = wire.register(arena.index, (arena.pages, arena.page_bytes), place.offset)
+        self._child.link.send(frame, file)
+        self._child.abreast = wire.read_registered(self._ask(wire.REGISTERED))
+        self._processor = -1  # where it may run depends on that
+        self._places[arena.group] = (file, frame)
 
     def _begin(
         self, id: int, kind: Kind, hashes: bytes, arenas: list[Arena], pages: NDArray[np.int64], deadline: float

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .breaker import Breaker
-from .keys import Fingerprint
+from .keys import HASH_BYTES, Fingerprint
 from .protocol import JobDone, Kind, Released, StoreError
 from .threads import InterpreterYield
 from .values import Arena, digests
@@ -72,9 +72,13 @@ class Store(ABC):
 
     # ---- what the caller does
 
-    @abstractmethod
     def register(self, group: str, array: NDArray[np.uint8]) -> None:
         """Host memory of a group: a uint8 array [pages, page_bytes], whose row p is page p. Kept until `close`."""
+        arena = Arena(self.fingerprint, group, array)
+        if group in self._arenas:
+            raise ValueError(f"group {group!r} must be registered once, and was before")
+        self._register(arena)
+        self._arenas[group] = arena
 
     def exists(self, hashes: Hashes, groups: Mapping[str, ArrayLike], *, timeout: float) -> int | None:
         """Ask which pages seem to be there: `groups` has, for each group, one entry a hash, not 0 where it is asked.
@@ -129,6 +133,10 @@ class Store(ABC):
         return False
 
     @abstractmethod
+    def _register(self, arena: Arena) -> None:
+        """Let the workers know the memory of a group."""
+
+    @abstractmethod
     def _begin(
         self, id: int, kind: Kind, hashes: bytes, arenas: list[Arena], pages: NDArray[np.int64], deadline: float
     ) -> None:
@@ -143,7 +151,7 @@ class Store(ABC):
                 self._asked["refused"] += 1
                 return None
         run = digests(hashes)
-        n = len(run) // 32
+        n = len(run) // HASH_BYTES
         arenas = []
         table = np.zeros((n, len(pages)), np.int64)
         for i, (group, ids) in enumerate(pages.items()):

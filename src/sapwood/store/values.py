@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from .keys import Fingerprint, key_prefix
+from .keys import HASH_BYTES, Fingerprint, key_prefix
 
 MAGIC = b"SAPWOOD\0"
 VERSION = 1
@@ -23,7 +23,7 @@ HEAD_BYTES = 128
 REASONS = ("short", "magic", "version", "fingerprint", "length", "key", "checksum")
 
 _ARENA = struct.Struct("<8sHHIQ32s")  # what all pages of a group have in common; then the hash
-_KNOWN = slice(0, _ARENA.size + 32)
+_KNOWN = slice(0, _ARENA.size + HASH_BYTES)
 _CHECKSUM = slice(_KNOWN.stop, _KNOWN.stop + 16)
 _PADDING = bytes(HEAD_BYTES - _CHECKSUM.stop)
 
@@ -113,13 +113,13 @@ class Item:
 
 
 def digests(hashes: Sequence[bytes] | bytes | bytearray | memoryview) -> bytes:
-    """Chain hashes as one run of bytes: given so, or as a sequence of 32-byte digests."""
+    """Chain hashes as one run of bytes, from such a run or from a sequence of digests."""
     if isinstance(hashes, bytes | bytearray | memoryview):
         run = bytes(hashes)
-        if len(run) % 32:
-            raise ValueError(f"hashes must be 32 bytes each, got {len(run)} bytes")
+        if len(run) % HASH_BYTES:
+            raise ValueError(f"hashes must be {HASH_BYTES} bytes each, got {len(run)} bytes")
         return run
     for digest in hashes:
-        if len(digest) != 32:
-            raise ValueError(f"hashes must be 32 bytes each, got one of {len(digest)}")
+        if len(digest) != HASH_BYTES:
+            raise ValueError(f"hashes must be {HASH_BYTES} bytes each, got one of {len(digest)}")
     return b"".join(hashes)

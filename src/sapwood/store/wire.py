@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .keys import Fingerprint, GroupLayout
+from .keys import HASH_BYTES, Fingerprint, GroupLayout
 from .protocol import JobDone, Kind, StoreError
 
 OPEN, REGISTER, JOB, CLOSE, OPENED, REGISTERED, REFUSED, TAKEN, COUNTS, DONE, RELEASED = range(1, 12)
@@ -218,8 +218,9 @@ class SentJob(NamedTuple):
         id, kind, deadline, n, groups = _JOB.unpack_from(body)
         names = struct.unpack_from(f"<{groups}H", body, _JOB.size)
         begin = _JOB.size + 2 * groups
-        table = np.frombuffer(body, "<i4", n * groups, begin + 32 * n).reshape(n, groups)
-        return cls(id, KINDS[kind], deadline, names, body[begin : begin + 32 * n], table.astype(np.int64))
+        end = begin + HASH_BYTES * n
+        table = np.frombuffer(body, "<i4", n * groups, end).reshape(n, groups)
+        return cls(id, KINDS[kind], deadline, names, body[begin:end], table.astype(np.int64))
 
 
 class JobReport(NamedTuple):
