@@ -22,7 +22,7 @@ from sapwood.engine.loading.default_model import default_model
 from sapwood.server.app import App
 from sapwood.server.config import ServerConfig
 from sapwood.server.frontend import Serving
-from sapwood.server.process.engine_client import EngineLink
+from sapwood.server.process.engine_client import EngineClient
 from sapwood.server.process.messages import Drop, End, EngineQuery, Ready, SampleBegun, Submit
 from sapwood.server.process.messages import QueryAnswer as Said
 from sapwood.server.process.messages import StepOutput as Step
@@ -84,7 +84,7 @@ def scored(token: int, top: int) -> dict[int, tuple[float, int]]:
     return {token + at: (-0.25 - at, at + 1) for at in range(max(1, top))}
 
 
-class ScriptedLink(EngineLink):
+class ScriptedLink(EngineClient):
     """`say(prompt)` is asked for every prompt. A token a step, and `likely` ones that are made up."""
 
     def __init__(self, say: Callable[[str], Script]) -> None:

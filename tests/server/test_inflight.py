@@ -304,7 +304,7 @@ def test_answers_that_are_collected_count(server: Running):
 # ---- what waits in a generation
 
 
-class Told(links.EngineLink):
+class Told(links.EngineClient):
     """A link without an engine."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from sapwood.server.process.engine_child import EngineChild
-from sapwood.server.process.engine_client import EngineLink
+from sapwood.server.process.engine_client import EngineClient
 from sapwood.server.process.engine_process import _opened
 from sapwood.server.process.messages import Ready, Settings
 
@@ -310,7 +310,7 @@ class _EndingChild(EngineChild):
 def test_m09_an_engine_has_the_time_it_asks_for_to_end(monkeypatch, ends):
     """With a store's patience of minutes it may write for minutes: it is not killed before, and then it is.
 
-    Mutation: `EngineLink.close` waits for a fixed number of seconds.
+    Mutation: `EngineClient.close` waits for a fixed number of seconds.
     """
     waited: list[float] = []
 
@@ -321,7 +321,7 @@ def test_m09_an_engine_has_the_time_it_asks_for_to_end(monkeypatch, ends):
         raise TimeoutError
 
     monkeypatch.setattr("sapwood.server.process.engine_child.asyncio.wait_for", wait_for)
-    link = EngineLink(lambda: None, lambda why: None)  # type: ignore[arg-type,return-value]
+    link = EngineClient(lambda: None, lambda why: None)  # type: ignore[arg-type,return-value]
     link.ready = Ready("", 100, 2000, [2], 16, {}, {}, closes_within=3000.0)
     link._child = child = _EndingChild(ends)
     asyncio.run(link.close())

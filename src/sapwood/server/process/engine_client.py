@@ -100,7 +100,7 @@ class EngineJob:
         *("_kept", "_missed", "_reported", "holds", "tenant"),
     )
 
-    def __init__(self, link: EngineLink, first: int, n: int, tenant: str) -> None:
+    def __init__(self, link: EngineClient, first: int, n: int, tenant: str) -> None:
         self.link = link
         self.first = first
         self.tenant = tenant
@@ -177,7 +177,7 @@ class EngineJob:
             lane.leave()
 
 
-class EngineLink:
+class EngineClient:
     """`settings` start the engine; `on_down(why)` is called when it has died."""
 
     def __init__(self, settings: Callable[[], Settings], on_down: Callable[[str], None]) -> None:
