@@ -65,10 +65,11 @@ class _Job:
         self.why = ""
 
     def items(self, low: int, high: int) -> list[Item]:
-        hashes, arenas, size = self.hashes, self.arenas, HASH_BYTES
+        hashes, arenas = self.hashes, self.arenas
+        begins = [HASH_BYTES * row for row in self.rows[low:high]]
         return [
-            Item(arenas[self.columns[k]], self.numbers[k], hashes[size * self.rows[k] : size * self.rows[k] + size])
-            for k in range(low, high)
+            Item(arenas[self.columns[k]], self.numbers[k], hashes[at : at + HASH_BYTES])
+            for k, at in zip(range(low, high), begins, strict=True)
         ]
 
     def mark(self, k: int) -> None:

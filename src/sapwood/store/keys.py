@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-HASH_BYTES = 32  # of the chain hash of a page
+HASH_BYTES = 32  # of the chain hash of a page, as the cache has it
 _MAX_GROUPS = 65536
 
 

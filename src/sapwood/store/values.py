@@ -113,7 +113,7 @@ class Item:
 
 
 def digests(hashes: Sequence[bytes] | bytes | bytearray | memoryview) -> bytes:
-    """Chain hashes as one run of bytes, from such a run or from a sequence of digests."""
+    """Chain hashes as one run of bytes: given so, or as a sequence of digests."""
     if isinstance(hashes, bytes | bytearray | memoryview):
         run = bytes(hashes)
         if len(run) % HASH_BYTES:
