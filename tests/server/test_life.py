@@ -331,7 +331,7 @@ def test_m09_an_engine_has_the_time_it_asks_for_to_end(monkeypatch, ends):
 
 def test_an_engine_says_how_long_it_takes_to_end(monkeypatch):
     """Mutation: `_opened` leaves `closes_within` out of what it says when it is ready."""
-    monkeypatch.setattr("sapwood.engine.request_table.Requests.closes_within", 120.0)
+    monkeypatch.setattr("sapwood.engine.request_table.RequestTable.closes_within", 120.0)
     flags = json.loads(paced_flags()[3])
     said: list[Any] = []
     engine, *_ = _opened(Settings("sapwood.bench.paced:paced", flags, os.getpid(), "text", "info", None), said.append)

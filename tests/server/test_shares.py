@@ -278,7 +278,7 @@ def test_grammars_of_clients_that_left_are_cancelled():
     Mutation: `_drop` does not call `cancel`; `cancel` leaves the job in the queue; `_submit` does not say whose it is.
     """
     slow, sent = Slow(), []
-    side = EngineSide(PacedEngine({}, False), sent.append, slow, None)  # type: ignore[arg-type]
+    side = EngineSide(PacedEngine({}, False).requests, sent.append, slow, None)  # type: ignore[arg-type]
     for number, tenant in ((1, "alpha"), (3, "beta")):
         side._take(submit(number, tenant))
     assert [owner for owner, _ in slow.asked] == ["alpha", "beta"]

@@ -144,14 +144,14 @@ class LLM:
             for _ in self._run(jobs, None):
                 yield self._output(jobs[0])
         finally:
-            self.engine.abort(jobs[0].samples)
+            self.engine.requests.abort(jobs[0].samples)
 
     def explain(self, prompt: Prompt, cache_salt: str | None = None) -> Any:
         """How much of a prompt is cached now, and why no more."""
         from sapwood.cache import Namespace
 
         _, ids = self._tokens(prompt)
-        return self.engine.scheduler.cache.explain(Namespace(None, cache_salt, self.engine.version), ids)
+        return self.engine.scheduler.cache.explain(Namespace(None, cache_salt, self.engine.requests.version), ids)
 
     def stats(self) -> dict[str, Any]:
         """What the scheduler, the cache and the tiers have done."""
@@ -163,9 +163,9 @@ class LLM:
         again."""
         engine = self.engine
         engine.begin_update(read_update(engine.served.model, path), abort)
-        while engine.updating:
-            engine.step()
-            engine.rest(1.0)
+        while engine.requests.updating:
+            engine.requests.step()
+            engine.requests.rest(1.0)
 
     # ---- inside
 
@@ -181,11 +181,11 @@ class LLM:
                 if isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None:
                     wanted = replace(wanted, cache_salt=prompt["cache_salt"])
                 id = str(next(self._numbers))
-                samples = self.engine.submit(id, ids, wanted, self._adapter(adapter))
+                samples = self.engine.requests.submit(id, ids, wanted, self._adapter(adapter))
                 jobs.append(_PromptJob(id, text, ids, samples, adapter))
         except BaseException:
             for job in jobs:
-                self.engine.abort(job.samples)
+                self.engine.requests.abort(job.samples)
             raise
         return jobs
 
@@ -219,7 +219,7 @@ class LLM:
         told = {job.id: 0 for job in jobs}
         try:
             while running:
-                self.engine.step()
+                self.engine.requests.step()
                 grown = {job.id: job.tokens for job in running}
                 still = [job for job in running if not job.over]
                 if shown is not None:
@@ -228,10 +228,10 @@ class LLM:
                     yield
                 told |= grown
                 running = still
-                self.engine.rest(1.0)
+                self.engine.requests.rest(1.0)
         except KeyboardInterrupt:
             for job in jobs:
-                self.engine.abort(job.samples)
+                self.engine.requests.abort(job.samples)
             raise
 
     def _output(self, job: _PromptJob) -> RequestOutput:

@@ -28,7 +28,7 @@ import numpy as np
 import zmq
 
 from sapwood.cache import held_events
-from sapwood.engine.request_table import Requests
+from sapwood.engine.request_table import RequestTable
 from sapwood.engine.samples import Sample
 
 from ..observe.logs import set_up
@@ -36,7 +36,7 @@ from .engine_queries import EngineQueries
 from .grammars import Grammars, GrammarsBusy
 from .kv_events import KVEventPublisher
 from .kv_events_config import KVEventsConfig
-from .loaded_model import LoadedModel
+from .loaded_model import LoadedModel, ServedEngine
 from .messages import (
     IGNORED_SIGNALS,
     MAX_UNACKED_STEPS,
@@ -68,11 +68,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 class EngineSide:
-    """`engine`: whatever inherits `Requests`."""
+    """The step loop of the engine process: takes the API's messages, steps, and sends the output of each step."""
 
-    def __init__(self, engine: Requests, send: Any, grammars: Grammars | None, events: KVEventPublisher | None) -> None:
-        self.engine = engine
-        self.queries = EngineQueries(engine, send)
+    def __init__(
+        self, requests: RequestTable, send: Any, grammars: Grammars | None, events: KVEventPublisher | None
+    ) -> None:
+        self.requests = requests
+        self.queries = EngineQueries(requests, send)
         self.inbox: deque[Any] = deque()
         self.stopping = False
         self._send = send
@@ -87,11 +89,11 @@ class EngineSide:
     def receives(self, message: bytes) -> None:
         """Called by the receiver's thread."""
         self.inbox.append(decode_to_engine(message))
-        self.engine.wake()
+        self.requests.wake()
 
     def run(self) -> None:
         """Until `stopping`."""
-        engine = self.engine
+        requests = self.requests
         gc.collect()
         gc.freeze()
         gc.disable()  # a collection would be in the middle of a step; there is time for it when nothing runs
@@ -100,15 +102,15 @@ class EngineSide:
             while self.inbox:
                 self._take(self.inbox.popleft())
             if self._step - self._acknowledged >= MAX_UNACKED_STEPS:  # more tokens would only pile up in the API
-                engine.loop.tiers.wait(0.05)
+                requests.loop.tiers.wait(0.05)
                 continue
             if self._compiling:
                 self._compiled()
-            changed = engine.step()
+            changed = requests.step()
             if changed or self._ends:
                 self._send_step(changed)
                 resting = False
-            elif not engine.samples and not resting:
+            elif not requests.samples and not resting:
                 gc.collect(1)
                 resting = True
             if not resting and time.monotonic() - collected > _GC_SECONDS:  # requests run all the time
@@ -120,7 +122,7 @@ class EngineSide:
             if time.monotonic() - self._sent > _ALIVE_SECONDS:
                 self._send(Alive())
                 self._sent = time.monotonic()
-            engine.rest(0.002 if self._compiling else _MAX_REST_SECONDS)
+            requests.rest(0.002 if self._compiling else _MAX_REST_SECONDS)
 
     # ---- in
 
@@ -156,7 +158,7 @@ class EngineSide:
     def _enter(self, message: Submit, grammars: Any) -> None:
         tokens = np.frombuffer(message.tokens, np.int32)
         try:
-            samples = self.engine.submit(
+            samples = self.requests.submit(
                 str(message.number),
                 tokens,
                 message.params,
@@ -184,8 +186,8 @@ class EngineSide:
         dropped = [self._samples.pop(number) for number in message.numbers if number in self._samples]
         samples = [sample for sample in dropped if sample.finish_reason is None]
         begun = [sample for sample in samples if sample.token_ids] if message.finished else []
-        self.engine.finish(begun)
-        self.engine.abort([sample for sample in samples if sample not in begun])
+        self.requests.finish(begun)
+        self.requests.abort([sample for sample in samples if sample not in begun])
 
     # ---- out
 
@@ -233,11 +235,11 @@ class EngineSide:
         )
 
     def _publish(self, publisher: KVEventPublisher) -> None:
-        events = self.engine.scheduler.drain_events()
+        events = self.requests.scheduler.drain_events()
         if events:
             publisher.publish(events)
         if publisher.wants_snapshot:
-            publisher.give_snapshot(held_events(self.engine.scheduler.cache))
+            publisher.give_snapshot(held_events(self.requests.scheduler.cache))
 
 
 def _plain(likely: Any) -> Likely:
@@ -276,11 +278,11 @@ def main() -> int:
             log.exception("the engine cannot start")
         context.destroy(linger=1000)
         return REFUSED_STATUS if isinstance(error, ValueError) else 1
-    side = EngineSide(engine, send, grammars, events)
+    side = EngineSide(engine.requests, send, grammars, events)
 
     def stop(*_: object) -> None:
         side.stopping = True
-        engine.wake()
+        engine.requests.wake()
 
     signal.signal(STOP_SIGNAL, stop)
     threading.Thread(target=_receive, args=(inward, side), daemon=True).start()
@@ -293,37 +295,37 @@ def main() -> int:
     return 0
 
 
-def _opened(settings: Settings, send: Any) -> tuple[Requests, Grammars | None, KVEventPublisher | None]:
+def _opened(settings: Settings, send: Any) -> tuple[ServedEngine, Grammars | None, KVEventPublisher | None]:
     module, _, function = settings.factory.partition(":")
     config = None if settings.kv_events is None else KVEventsConfig.of(settings.kv_events)
     send(Progress("importing"))
     loaded: LoadedModel = getattr(import_module(module), function)(
         settings.flags, lambda doing: send(Progress(doing)), config is not None and config.active
     )
-    engine = loaded.engine
+    engine, requests = loaded.engine, loaded.engine.requests
     grammars = None
     if loaded.tokenizer is not None:
-        grammars = Grammars(loaded.tokenizer, engine.vocabulary, engine.eos)
-        engine.fill = grammars.fill
+        grammars = Grammars(loaded.tokenizer, requests.vocabulary, requests.eos)
+        engine.masks.fill = grammars.fill
     events = None
     if config is not None and config.active:
-        adapters: Any = getattr(engine, "adapters", None)
+        adapters: Any = requests.adapters
 
         def name_of(digest: bytes) -> str | None:
             known = {} if adapters is None else adapters.names()
             return next((name for name, each in known.items() if each == digest), None)
 
-        events = KVEventPublisher(config, name_of, engine.wake)
+        events = KVEventPublisher(config, name_of, requests.wake)
     send(
         Ready(
             loaded.folder,
-            engine.vocabulary,
-            engine.max_model_len,
-            list(engine.eos),
-            engine.scheduler.config.page_size,
-            {} if getattr(engine, "adapters", None) is None else engine.adapters.names(),  # type: ignore[attr-defined]
-            {**loaded.facts, "store": (engine.loop.tiers.stats()["store"] or {}).get("uri")},
-            engine.closes_within,
+            requests.vocabulary,
+            requests.max_model_len,
+            list(requests.eos),
+            requests.scheduler.config.page_size,
+            {} if requests.adapters is None else requests.adapters.names(),
+            {**loaded.facts, "store": (requests.loop.tiers.stats()["store"] or {}).get("uri")},
+            requests.closes_within,
         )
     )
     return engine, grammars, events
