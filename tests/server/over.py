@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sapwood.engine.cache_report import CacheReport
-from sapwood.server.observe.finished import Finished, FinishedPrompt
+from sapwood.server.observe.figures import Finished, FinishedPrompt
 from sapwood.server.process.engine_queries import EngineQueries
 from sapwood.server.process.messages import EngineQuery, QueryAnswer, decode_to_api, encode
 

@@ -15,8 +15,16 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sapwood.cache import Namespace
-from sapwood.server.observe.histogram import FIRST_TOKEN, GAP, QUICK_GAP, REQUEST, Histogram, one_two_five
-from sapwood.server.observe.metrics import MAX_ADAPTER_LABELS, Metrics
+from sapwood.server.observe.metrics import (
+    FIRST_TOKEN,
+    GAP,
+    MAX_ADAPTER_LABELS,
+    QUICK_GAP,
+    REQUEST,
+    Histogram,
+    Metrics,
+    one_two_five,
+)
 
 from ..engine.machine import PROMPT, Machine, toks
 from .over import over, prompt, stats_of

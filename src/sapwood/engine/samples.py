@@ -72,6 +72,8 @@ class Sample:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str = ""
+    arrived: float = 0.0  # when the server got the request, on the monotonic clock
+    sent: int = 0  # tokens that the server's API process has been sent
 
     @property
     def id(self) -> str:

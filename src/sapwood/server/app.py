@@ -44,7 +44,7 @@ from .generation import Generation
 from .hosts import Hosts
 from .http import Call, Headers
 from .http_limits import client_of
-from .observe.finished import Finished, FinishedPrompt
+from .observe.figures import Finished, FinishedPrompt
 
 log = logging.getLogger(__name__)
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")

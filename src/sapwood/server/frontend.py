@@ -34,7 +34,7 @@ from .config import ServerConfig
 from .defaults import MODEL_DEFAULTS
 from .errors import ApiError, bad, engine_down, shown, unsupported
 from .generation import Generation, Model, Prompt
-from .process.engine_client import EngineLink
+from .process.engine_client import EngineClient
 from .process.grammars import GrammarSpec
 from .process.grammars import check as check_grammar
 from .process.messages import SampleBegun
@@ -80,7 +80,7 @@ class Source(NamedTuple):
 class Serving:
     """A model, its tokenizer and its rules. One event loop calls all of it."""
 
-    def __init__(self, config: ServerConfig, link: EngineLink, secret: bytes | None = None) -> None:
+    def __init__(self, config: ServerConfig, link: EngineClient, secret: bytes | None = None) -> None:
         """`secret`: what salts are made with; None: one of its own, which no other server shares."""
         self.config = config
         self._secret = secret or secrets.token_bytes(32)

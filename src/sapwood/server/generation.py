@@ -21,8 +21,7 @@ from sapwood.engine.stops import TextStream
 
 from .errors import ApiError, Disconnected, without_paths
 from .process.engine_client import LAG_SECONDS, EngineJob, Lane
-from .process.engine_process import MAX_UNACKED_STEPS
-from .process.messages import End, SampleBegun
+from .process.messages import MAX_UNACKED_STEPS, End, SampleBegun
 
 _MOST_TAKEN = 2048  # tokens, and likely ones told with them, that are written down before others have their turn
 
@@ -83,11 +82,9 @@ class Generation:
         self._completion = self._counted = 0
         self._open = len(job.lanes)
         self._failed: ApiError | None = None
-        self._texts = [
-            None if detokenizer is None else TextStream(detokenizer, params, prompts[at // params.n].ids[-16:].tolist())
-            for at in range(len(job.lanes))
-        ]
-        self._lasts = [0.0] * len(job.lanes)
+        if detokenizer is not None:
+            for at, lane in enumerate(job.lanes):
+                lane.text = TextStream(detokenizer, params, prompts[at // params.n].ids[-16:].tolist())
         self._most = max(1, _MOST_TAKEN // (1 + (params.logprobs or 0)))  # tokens at a time
         self._turn = 0  # the lane that is taken from first
 
@@ -164,7 +161,7 @@ class Generation:
         likely = lane.likely
         if likely:
             lane.likely = []
-        end, text = lane.end, self._texts[index]
+        end, text = lane.end, lane.text
         if len(tokens) > most:  # it has not ended yet, for whoever reads it
             tokens, lane.tokens = tokens[:most], tokens[most:]
             likely, lane.likely = likely[:most], likely[most:]
@@ -175,7 +172,7 @@ class Generation:
             now = self.job.since
             if self.first is None:
                 self.first = now
-            last, self._lasts[index] = self._lasts[index], now
+            last, lane.last = lane.last, now
             if last and count == 1:
                 self.gaps.append(now - last)
             elif last:

@@ -1,4 +1,4 @@
-"""What is stored: a header and the bytes of one page of one group. Whatever does not fit its header is a miss.
+"""What is stored: a header and the bytes of one page of one group. A value that does not fit its header is a miss.
 
     0      8        10      12     16        24            56      88         104    128
     magic  version  group   zeros  length    fingerprint   hash    checksum   zeros  | page bytes ...
@@ -31,7 +31,7 @@ try:
     import xxhash
 
     checksum = xxhash.xxh3_128_digest
-except ImportError:  # an engine without a store runs all the same; `open_store` says what is missing
+except ImportError:  # an engine without a store runs all the same; `open_store` reports what is missing
 
     def checksum(page: memoryview) -> bytes:  # type: ignore[misc]
         raise ModuleNotFoundError("a store needs the package xxhash: pip install xxhash")

@@ -37,8 +37,7 @@ from sapwood.scheduler import (
     Tick,
 )
 from sapwood.store import JobDone, Released, Store, StoreError, timeout_for
-from sapwood.store.interpreter_yield import StepsFirst, switch_interval
-from sapwood.store.wakeup import Wakeup
+from sapwood.store.threads import StepsFirst, Wakeup, switch_interval
 
 from .movers import Kind, Mover
 

@@ -1,4 +1,4 @@
-"""What an engine process serves: a model, opened from flags. The one place of the server that imports torch."""
+"""The model that an engine process serves, made from flags. No other module of the server imports torch."""
 
 from __future__ import annotations
 
