@@ -387,9 +387,9 @@ def test_tokens_that_nobody_takes_are_told():
         least = 2 * 1000 * (_TOKEN + 4 * _LIKELY)
         assert least * 0.8 < told[-1] <= least and told == sorted(told)
         while job.news:
-            await job.more()
+            await job.rendered()
         job._waiter = None
-        job.more()
+        job.rendered()
         assert told[-1] == 0
         job.keeps(100_000)
         assert told[-1] == 100_000

@@ -212,7 +212,7 @@ def test_a_full_queue_and_a_queue_that_takes_too_long(start):
 def test_flags_from_a_file_and_the_environment(start, tmp_path):
     """The command line goes first, then the environment, then the file; lists and switches too.
 
-    Mutation: `_from_elsewhere` puts the file behind the environment.
+    Mutation: `_from_file_and_environment` puts the file behind the environment.
     """
     file = tmp_path / "server.yaml"
     file.write_text("served-model-name: [from-file]\nmax_queue: 7\nkeepalive_seconds: 3\n")

@@ -27,16 +27,14 @@ from sapwood.server.text.tools import (
     Content,
     Delta,
     ForcedParser,
-    ToolCall,
     forced_calls,
-    gather,
     parser_of,
 )
 from sapwood.server.text.tools.typed import json_of, kinds_of
 
 from .kit import Running, paced_flags
 from .scripted import Scripted
-from .test_tools import merged, scaled
+from .test_tools import ToolCall, gather, merged, scaled
 
 QWEN, GLM = "qwen3_coder", "glm45"
 PARAMETERS = {

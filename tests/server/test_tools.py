@@ -7,7 +7,7 @@ import json
 import random
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -21,16 +21,36 @@ from sapwood.server.text.tools import (
     Content,
     Delta,
     ForcedParser,
-    ToolCall,
     ToolParser,
     call_id,
     check_tools,
     forced_schema,
-    gather,
     guess_parser,
     parser_for,
 )
 from sapwood.server.text.tools.json_text import JsonText
+
+
+class ToolCall(NamedTuple):
+    name: str
+    arguments: str  # JSON text, unless the call broke or was cut off
+
+
+def gather(deltas: Iterable[Delta]) -> tuple[str, list[ToolCall]]:
+    """The content and the calls of a whole text."""
+    content: list[str] = []
+    names: list[str] = []
+    arguments: list[list[str]] = []
+    for delta in deltas:
+        if isinstance(delta, Content):
+            content.append(delta.text)
+        elif isinstance(delta, CallBegins):
+            names.append(delta.name)
+            arguments.append([])
+        else:
+            arguments[delta.index].append(delta.text)
+    return "".join(content), [ToolCall(name, "".join(pieces)) for name, pieces in zip(names, arguments, strict=True)]
+
 
 HARD = {"q": 'a "b" \\ } ] {', "deep": [{"é": [1.5e-3, None, {"x": {}}]}, "</tool_call>", "[TOOL_CALLS]"], "": "\n;"}
 HARD_TEXT = json.dumps(HARD)  # with unicode escapes

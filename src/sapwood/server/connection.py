@@ -2,7 +2,7 @@
 
     uvicorn.Config(app, http=limited_protocol(HttpLimits()), ws="none", ...)
 
-A connection is always in one phase, and what is late or too large there is refused with OpenAI's error body:
+A connection is always in one phase. A head or body that is late or too large is refused with OpenAI's error body:
 
     FRESH --byte--> HEAD --headers--> BODY --end of body--> REPLY --response--> IDLE --byte--> HEAD ...
     any of them --refused, or closed while the client still sends--> ENDING --> GONE

@@ -1,4 +1,4 @@
-"""What a client is told when something is wrong: OpenAI's error body, and the type that belongs to each status."""
+"""Errors as clients get them: OpenAI's error body, and the type that belongs to each status."""
 
 from __future__ import annotations
 

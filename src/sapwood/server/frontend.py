@@ -1,8 +1,8 @@
 """The model that is served, and the way of a request into the engine.
 
 `ServedModels`  names of the model and of its adapters
-`Serving`       what all requests share (models, `Prompts`, `Parameters`, stored responses), and whether the next one is
-                answered; `submit` puts a request into the engine, within the limits of the queue
+`Serving`       what all requests share, and whether the next one is answered; `submit` puts a request into the engine,
+                within the limits of the queue
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .limits import MAX_NAMED_TOKENS, MAX_STOP_PREFIX_CHARACTERS
 from .parameters import Parameters
 from .process.engine_client import EngineLink
 from .process.grammars import GrammarSpec
-from .prompts import Prompts
+from .prompts import PromptBuilder
 from .request_head import Caller
 
 
@@ -74,7 +74,7 @@ class Serving:
         self.config = config
         self.link = link
         self.models = ServedModels(config.served_model_name)
-        self.prompts = Prompts(link)
+        self.prompts = PromptBuilder(link)
         self.parameters = Parameters(config, link, secret)
         self.responses = ResponseStore(config.max_responses, config.max_responses_bytes)
         self.tool_parser: str | None = None  # the format of the model's calls

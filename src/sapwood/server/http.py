@@ -100,7 +100,7 @@ class Call:
 
         def render() -> None:
             for piece in generation.take():
-                job.keeps(len(writer.piece(piece)))  # the size of its event, which is about that of what is kept
+                job.keeps(len(writer.piece(piece)))  # about as much as the event that a stream would have
 
         async with _Reading(self, generation, render):
             while generation.open:

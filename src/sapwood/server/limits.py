@@ -71,7 +71,7 @@ MAX_JSON_VALUES = 2_000_000  # commas in texts count as well
 # ---- fields of requests. Flags: --max-n, --max-logit-bias, --max-logprobs, --max-choices, --max-schema-bytes,
 # ---- --max-schema-depth, --max-priority
 
-DEFAULT_MAX_LOGPROBS = 20  # where an engine does not tell its --max-logprobs
+DEFAULT_MAX_LOGPROBS = 20  # of an engine that does not report its --max-logprobs
 MAX_COUNT = 2**31 - 1  # of tokens
 MAX_PRIORITY = 2**31 - 1  # either way: the range of the engine
 MAX_TEXT_CHARACTERS = 32 << 20

@@ -1,4 +1,4 @@
-"""From the fields of a request to what the engine is asked for: sampling parameters, a salt, and a grammar.
+"""From the fields of a request to what the engine gets: sampling parameters, a salt, and a grammar.
 
 A sampling field that the request leaves out has the default of the model's generation_config.json, and then that of
 SamplingParams. The fields for structured output of OpenAI, vLLM, SGLang and llama.cpp all become one grammar.

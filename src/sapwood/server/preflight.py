@@ -14,7 +14,7 @@ from .config import ServerConfig
 from .listen import MAX_SOCKET_PATH_BYTES
 from .parameters import generation_defaults
 from .process.kv_events_config import KVEventsConfig
-from .text.template import asked_template, find_template
+from .text.template import find_template, given_template
 
 _SOCKET_NAME_BYTES = len("/sapwood-01234567/engine")  # behind the temporary directory
 
@@ -22,7 +22,7 @@ _SOCKET_NAME_BYTES = len("/sapwood-01234567/engine")  # behind the temporary dir
 def check_server(config: ServerConfig, folder: Path | None, has_tokenizer: bool) -> None:
     """`folder`: of the model, if it is one on this machine. A model without a tokenizer has no template either."""
     if config.chat_template is not None:
-        asked_template(config.chat_template, {})
+        given_template(config.chat_template, {})
     elif folder is not None and has_tokenizer:
         find_template(str(folder), None)
     _check_defaults(config.generation_config, folder)
@@ -38,15 +38,15 @@ def check_server(config: ServerConfig, folder: Path | None, has_tokenizer: bool)
         raise ValueError(f"the path of the temporary directory is too long for sockets: set TMPDIR, got {place!r:.200}")
 
 
-def _check_defaults(asked: str, folder: Path | None) -> None:
-    if asked in ("auto", "none", "vllm"):
+def _check_defaults(source: str, folder: Path | None) -> None:
+    if source in ("auto", "none", "vllm"):
         if folder is not None:
-            generation_defaults(str(folder), asked)
+            generation_defaults(str(folder), source)
         return
-    if not (Path(asked) / "generation_config.json").is_file():
+    if not (Path(source) / "generation_config.json").is_file():
         kinds = "auto, none or a folder with a generation_config.json"
-        raise ValueError(f"generation_config must be {kinds}, got {asked!r:.200}")
-    generation_defaults("", asked)
+        raise ValueError(f"generation_config must be {kinds}, got {source!r:.200}")
+    generation_defaults("", source)
 
 
 def _check_adapter(name: str, path: Path) -> None:

@@ -1,7 +1,7 @@
 """From what a client sends to the token ids of a prompt.
 
-text, token ids --> `Prompts.given` -------------------------------------------------------> Prompt
-messages --> `message_texts` (content as text) --> chat template --> tokenizer -----------> Prompt
+text, token ids --> `PromptBuilder.given` ------------------------------------------------> Prompt
+messages --> `message_texts` (content as text) --> chat template --> tokenizer ----------> Prompt
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _INLINE_BYTES, _INLINE_MESSAGES = 256 << 10, 32  # of a conversation that is ren
 _SHOWN_TOKENS = 12  # on each side of a place in a prompt
 
 
-class Prompts:
+class PromptBuilder:
     """How prompts of the served model are made. `tokens` and `template` are set when the model's files are read."""
 
     def __init__(self, link: EngineLink) -> None:

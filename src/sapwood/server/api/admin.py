@@ -54,26 +54,26 @@ async def one_model(serving: Serving, call: Call) -> None:
 
 
 async def load_adapter(serving: Serving, call: Call) -> None:
-    asked = parse(await call.body(), LoadAdapter)
-    if not _NAME.fullmatch(asked.lora_name):
+    request = parse(await call.body(), LoadAdapter)
+    if not _NAME.fullmatch(request.lora_name):
         good = f"1 to {MAX_ADAPTER_NAME_CHARACTERS} letters, digits and ./:@+-"
-        raise bad("lora_name", f"lora_name must be {good}, got {asked.lora_name!r:.60}")
-    if asked.lora_name in serving.models.names:
-        raise bad("lora_name", f"lora_name {asked.lora_name!r} is the model's own name")
+        raise bad("lora_name", f"lora_name must be {good}, got {request.lora_name!r:.60}")
+    if request.lora_name in serving.models.names:
+        raise bad("lora_name", f"lora_name {request.lora_name!r} is the model's own name")
     if len(serving.models.adapters) >= MAX_ADAPTERS:
         raise bad("lora_name", f"{MAX_ADAPTERS} adapters are loaded already: unload one first")
-    source = Source(asked.lora_path, _lora_root(serving))
-    if "\0" in asked.lora_path:
+    source = Source(request.lora_path, _lora_root(serving))
+    if "\0" in request.lora_path:
         raise bad("lora_path", "lora_path must be a path")
     try:
-        digest = await serving.link.load_adapter(asked.lora_name, *source)
+        digest = await serving.link.load_adapter(request.lora_name, *source)
     except ApiError as error:
         if not call.caller.admin:
             error.message = without_paths(error.message)
         raise
-    serving.models.adapters[asked.lora_name] = digest
-    serving.models.sources[asked.lora_name] = source
-    await call.json({"status": "ok", "message": f"adapter {asked.lora_name!r} is loaded", "digest": digest.hex()})
+    serving.models.adapters[request.lora_name] = digest
+    serving.models.sources[request.lora_name] = source
+    await call.json({"status": "ok", "message": f"adapter {request.lora_name!r} is loaded", "digest": digest.hex()})
 
 
 def _lora_root(serving: Serving) -> str:
@@ -86,26 +86,27 @@ def _lora_root(serving: Serving) -> str:
 
 
 async def unload_adapter(serving: Serving, call: Call) -> None:
-    asked = parse(await call.body(), UnloadAdapter)
+    request = parse(await call.body(), UnloadAdapter)
     if not (serving.link.ready and serving.link.ready.facts.get("max_loras")):
         raise ApiError(400, "this server was started without --enable-lora", "no_lora")
-    if asked.lora_name not in serving.models.adapters:
-        raise ApiError(404, f"there is no adapter {asked.lora_name!r:.200} here", "no_adapter", "lora_name")
-    serving.models.forget(asked.lora_name)
-    await serving.link.ask("unload_adapter", name=asked.lora_name)
-    await call.json({"status": "ok", "message": f"adapter {asked.lora_name!r} is gone; requests that run with it end"})
+    if request.lora_name not in serving.models.adapters:
+        raise ApiError(404, f"there is no adapter {request.lora_name!r:.200} here", "no_adapter", "lora_name")
+    serving.models.forget(request.lora_name)
+    await serving.link.ask("unload_adapter", name=request.lora_name)
+    message = f"adapter {request.lora_name!r} is gone; requests that run with it end"
+    await call.json({"status": "ok", "message": message})
 
 
 # ---- tokens
 
 
 async def tokenize(serving: Serving, call: Call) -> None:
-    asked = parse(await call.body(), TokenizeRequest)
-    serving.models.find(asked.model)
-    prompt = await _prompt(serving, asked)
+    request = parse(await call.body(), TokenizeRequest)
+    serving.models.find(request.model)
+    prompt = await _prompt(serving, request)
     ids = prompt.ids.tolist()
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": serving.prompts.limit, "tokens": ids}
-    if asked.return_token_strs:
+    if request.return_token_strs:
         tokens = serving.prompts.tokenizer()
         name = tokens.tokenizer.id_to_token
         answer["token_strs"] = await tokens.run(lambda: [name(token) for token in ids])
@@ -113,26 +114,26 @@ async def tokenize(serving: Serving, call: Call) -> None:
 
 
 async def detokenize(serving: Serving, call: Call) -> None:
-    asked = parse(await call.body(), DetokenizeRequest)
-    serving.models.find(asked.model)
+    request = parse(await call.body(), DetokenizeRequest)
+    serving.models.find(request.model)
     tokens = serving.prompts.tokenizer()
-    serving.prompts.known_tokens("tokens", asked.tokens)
-    await call.json({"prompt": await tokens.decode_long(asked.tokens)})
+    serving.prompts.known_tokens("tokens", request.tokens)
+    await call.json({"prompt": await tokens.decode_long(request.tokens)})
 
 
-async def _prompt(serving: Serving, asked: TokenizeRequest | ExplainRequest) -> Prompt:
-    if (asked.prompt is None) == (asked.messages is None):
+async def _prompt(serving: Serving, request: TokenizeRequest | ExplainRequest) -> Prompt:
+    if (request.prompt is None) == (request.messages is None):
         raise bad("prompt", "give either prompt or messages")
-    if asked.prompt is not None:
-        return await serving.prompts.given(asked.prompt, asked.add_special_tokens is not False)
-    tools = read_tools(asked.tools, None, None)
+    if request.prompt is not None:
+        return await serving.prompts.given(request.prompt, request.add_special_tokens is not False)
+    tools = read_tools(request.tools, None, None)
     return await serving.prompts.conversation(
-        asked.messages or [],
+        request.messages or [],
         tools=tools.shown,
-        add_generation_prompt=asked.add_generation_prompt,
-        continue_final_message=asked.continue_final_message,
-        variables=asked.chat_template_kwargs,
-        add_special_tokens=bool(asked.add_special_tokens),
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        variables=request.chat_template_kwargs,
+        add_special_tokens=bool(request.add_special_tokens),
     )
 
 
@@ -155,12 +156,12 @@ async def cache_stats(serving: Serving, call: Call) -> None:
 
 async def cache_explain(serving: Serving, call: Call) -> None:
     """How much of a prompt the cache would serve now, and why no more."""
-    asked = parse(await call.body(), ExplainRequest)
-    model = serving.models.find(asked.model)
-    prompt = await _prompt(serving, asked)
+    request = parse(await call.body(), ExplainRequest)
+    model = serving.models.find(request.model)
+    prompt = await _prompt(serving, request)
     if len(prompt.ids) > serving.prompts.limit:
         raise serving.prompts.too_long(len(prompt.ids))
-    salt = serving.parameters.salt(asked.cache_salt, call.caller)
+    salt = serving.parameters.salt(request.cache_salt, call.caller)
     found = await serving.link.ask(
         "explain",
         tokens=np.ascontiguousarray(prompt.ids, np.int32).tobytes(),

@@ -96,7 +96,7 @@ async def _prompt(serving: Serving, request: CountRequest) -> tuple[Prompt, Tool
 # ---- the answer
 
 
-class Delta(Struct):
+class BlockDelta(Struct):
     """The one event that comes with every token."""
 
     type: str
@@ -153,7 +153,7 @@ class MessagesWriter:
             return named_event("content_block_stop", {"type": "content_block_stop", "index": index})
         kind, field = _DELTAS.get(event.block.kind, _CALL_DELTA)
         delta = {"type": kind, field: event.text}
-        return named_event("content_block_delta", Delta("content_block_delta", index, delta))
+        return named_event("content_block_delta", BlockDelta("content_block_delta", index, delta))
 
     # ---- in one piece
 

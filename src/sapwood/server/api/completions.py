@@ -57,10 +57,10 @@ def _prompts(request: CompletionRequest, serving: Serving) -> list[str | list[in
 
 
 def _logprobs(request: CompletionRequest, most: int) -> int | None:
-    asked = request.logprobs
-    if asked is None or asked is False:
+    given = request.logprobs
+    if given is None or given is False:
         return None
-    top = 1 if asked is True else asked
+    top = 1 if given is True else given
     if not 0 <= top <= most:
         raise bad("logprobs", f"logprobs must be from 0 to {most}, got {shown(top)}")
     return top

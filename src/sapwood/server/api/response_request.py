@@ -9,18 +9,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
+from .. import limits
 from ..errors import ApiError, bad, shown, unsupported
 from ..generation import Prompt
-from ..limits import (
-    MAX_INCLUDED,
-    MAX_INCLUDED_CHARACTERS,
-    MAX_MESSAGES,
-    MAX_METADATA,
-    MAX_METADATA_CHARACTERS,
-    MAX_METADATA_KEY_CHARACTERS,
-    MAX_NAME_CHARACTERS,
-    MAX_TOOL_CHOICE_CHARACTERS,
-)
 from ..prompts import TextParts, kind_of, string_of, text_of
 from .schemas import Count, Keyword, Name, ResponseFormat, Sampling, Text
 from .unserved import RESPONSES, also_unserved
@@ -31,21 +22,21 @@ _ROLES = ("user", "assistant", "system", "developer")
 _PARTS = TextParts(
     dict.fromkeys(("input_text", "output_text", "reasoning_text", "text"), "text") | {"refusal": "refusal"}
 )
-_ANSWER_SHARE = (
-    16  # the part of the context that truncation leaves for an answer whose length the request does not give
-)
+_ANSWER_SHARE = 16  # the part of the context that is left for an answer of no given length, where items are left out
 
 Item = Mapping[str, Any]
-Items = Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)]
-Id = Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)]
+Items = Annotated[list[dict[str, Any]], Meta(max_length=limits.MAX_MESSAGES)]
+Id = Annotated[str, Meta(max_length=limits.MAX_NAME_CHARACTERS)]
 Metadata = Annotated[
     dict[
-        Annotated[str, Meta(max_length=MAX_METADATA_KEY_CHARACTERS)],
-        Annotated[str, Meta(max_length=MAX_METADATA_CHARACTERS)],
+        Annotated[str, Meta(max_length=limits.MAX_METADATA_KEY_CHARACTERS)],
+        Annotated[str, Meta(max_length=limits.MAX_METADATA_CHARACTERS)],
     ],
-    Meta(max_length=MAX_METADATA),
+    Meta(max_length=limits.MAX_METADATA),
 ]
-Included = Annotated[list[Annotated[str, Meta(max_length=MAX_INCLUDED_CHARACTERS)]], Meta(max_length=MAX_INCLUDED)]
+Included = Annotated[
+    list[Annotated[str, Meta(max_length=limits.MAX_INCLUDED_CHARACTERS)]], Meta(max_length=limits.MAX_INCLUDED)
+]
 
 
 class TextConfig(Struct, kw_only=True):
@@ -72,7 +63,7 @@ class InputTokensRequest(Sampling, kw_only=True):
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Annotated[str, Meta(max_length=MAX_TOOL_CHOICE_CHARACTERS)] | dict[str, Any] | None = None
+    tool_choice: Annotated[str, Meta(max_length=limits.MAX_TOOL_CHOICE_CHARACTERS)] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     metadata: Metadata | None = None
@@ -272,13 +263,13 @@ async def _made(make: Callable[[Sequence[Item]], Awaitable[Prompt]], items: Sequ
 
 def _groups(items: Sequence[Item]) -> list[list[int]]:
     """The items that are left out together, the oldest first. Items that always stay are in no group."""
-    asked = max((at for at, item in enumerate(items) if _is_of(item, "user")), default=-1)
-    stays = {asked, *_end(items)}
+    question = max((at for at, item in enumerate(items) if _is_of(item, "user")), default=-1)
+    stays = {question, *_end(items)}
     groups: list[list[int]] = []
     for at, item in enumerate(items):
         if at in stays or _is_of(item, "system", "developer"):
             continue
-        step = at == asked + 1 or (at > asked and _is(items[at - 1], "function_call_output"))
+        step = at == question + 1 or (at > question and _is(items[at - 1], "function_call_output"))
         if not groups or _is_of(item, "user") or (step and not _is(item, "function_call_output")):
             groups.append([])
         groups[-1].append(at)

@@ -11,35 +11,19 @@ from msgspec import Meta, Struct
 
 from sapwood.engine.params import MOST_BAD_WORDS, MOST_STOP_LENGTH, MOST_STOPS
 
+from .. import limits
 from ..errors import ApiError, bad, unsupported
-from ..limits import (
-    MAX_COUNT,
-    MAX_DETOKENIZED_TOKENS,
-    MAX_JSON_DEPTH,
-    MAX_JSON_LISTS,
-    MAX_JSON_STRINGS,
-    MAX_JSON_VALUES,
-    MAX_KEYWORD_CHARACTERS,
-    MAX_MESSAGES,
-    MAX_NAME_CHARACTERS,
-    MAX_NAMED_TOKENS,
-    MAX_PATH_CHARACTERS,
-    MAX_REQUEST_ID_CHARACTERS,
-    MAX_SALT_CHARACTERS,
-    MAX_STRING_CHARACTERS,
-    MAX_TEXT_CHARACTERS,
-)
 from .unserved import CHAT, COMPLETIONS, EVERY, PROMPT, STRUCTURED, also_unserved, refuse_unserved
 
-Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARACTERS)]
-Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
-Keyword = Annotated[str, Meta(max_length=MAX_KEYWORD_CHARACTERS)]
-Salt = Annotated[str, Meta(max_length=MAX_SALT_CHARACTERS)]
-Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
-Strings = list[Annotated[str, Meta(max_length=MAX_STRING_CHARACTERS)]]
+Text = Annotated[str, Meta(max_length=limits.MAX_TEXT_CHARACTERS)]
+Name = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_CHARACTERS)]
+Keyword = Annotated[str, Meta(max_length=limits.MAX_KEYWORD_CHARACTERS)]
+Salt = Annotated[str, Meta(max_length=limits.MAX_SALT_CHARACTERS)]
+Count = Annotated[int, Meta(ge=0, le=limits.MAX_COUNT)]
+Strings = list[Annotated[str, Meta(max_length=limits.MAX_STRING_CHARACTERS)]]
 Word = Annotated[str, Meta(max_length=MOST_STOP_LENGTH)]
-Messages = Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
-Tokens = Annotated[list[int], Meta(max_length=MAX_DETOKENIZED_TOKENS)]
+Messages = Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=limits.MAX_MESSAGES)]
+Tokens = Annotated[list[int], Meta(max_length=limits.MAX_DETOKENIZED_TOKENS)]
 
 
 class StreamOptions(Struct, kw_only=True):
@@ -90,7 +74,7 @@ class Sampling(Struct, kw_only=True):
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
     logit_bias: dict[str, float] | None = None
-    allowed_token_ids: Annotated[list[int], Meta(max_length=MAX_NAMED_TOKENS)] | None = None
+    allowed_token_ids: Annotated[list[int], Meta(max_length=limits.MAX_NAMED_TOKENS)] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -112,7 +96,7 @@ class Sampling(Struct, kw_only=True):
     grammar: Text | None = None  # llama.cpp's
     json_schema: dict[str, Any] | Text | None = None  # of both
     return_token_ids: bool | None = None
-    request_id: Annotated[str, Meta(max_length=MAX_REQUEST_ID_CHARACTERS)] | None = None
+    request_id: Annotated[str, Meta(max_length=limits.MAX_REQUEST_ID_CHARACTERS)] | None = None
     # the cache
     cache_salt: Salt | None = None
     cache_prompt: bool | None = None
@@ -171,7 +155,7 @@ class DetokenizeRequest(Struct, kw_only=True):
 
 class LoadAdapter(Struct, kw_only=True):
     lora_name: Name
-    lora_path: Annotated[str, Meta(min_length=1, max_length=MAX_PATH_CHARACTERS)]
+    lora_path: Annotated[str, Meta(min_length=1, max_length=limits.MAX_PATH_CHARACTERS)]
 
 
 class UnloadAdapter(Struct, kw_only=True):
@@ -200,9 +184,10 @@ _decoders: dict[type, msgspec.json.Decoder[Any]] = {}
 def parse(body: bytes, kind: type[T]) -> T:
     """A request, or the 400 that says what is wrong with it. A body is JSON, whatever its content type says; of a name
     that comes twice the last one counts. The work is bounded before it begins: other requests wait meanwhile."""
-    lists = body.count(b"[") + body.count(b"{")
-    if lists > MAX_JSON_LISTS or body.count(b'"') > 2 * MAX_JSON_STRINGS or body.count(b",") > MAX_JSON_VALUES:
-        most = f"{MAX_JSON_LISTS} lists and objects, {MAX_JSON_STRINGS} strings and {MAX_JSON_VALUES} values"
+    lists, strings, values = limits.MAX_JSON_LISTS, limits.MAX_JSON_STRINGS, limits.MAX_JSON_VALUES
+    brackets = body.count(b"[") + body.count(b"{")
+    if brackets > lists or body.count(b'"') > 2 * strings or body.count(b",") > values:
+        most = f"{lists} lists and objects, {strings} strings and {values} values"
         raise ApiError(400, f"the body may have {most}; brackets, quotes and commas are counted", "too_many_values")
     decoder = _decoders.get(kind)
     if decoder is None:
@@ -221,20 +206,21 @@ def parse(body: bytes, kind: type[T]) -> T:
         raise ApiError(400, f"the body is not JSON: {error}", "invalid_json") from None
     except RecursionError:
         raise _too_deep() from None
-    if lists > MAX_JSON_DEPTH:
+    if brackets > limits.MAX_JSON_DEPTH:
         _check_depth(request)  # type: ignore[arg-type]
     _check_supported(request)
     return request
 
 
 def _too_deep() -> ApiError:
-    return ApiError(400, f"the body is nested too deeply: {MAX_JSON_DEPTH} lists and objects may", "invalid_json")
+    most = limits.MAX_JSON_DEPTH
+    return ApiError(400, f"the body is nested too deeply: {most} lists and objects may", "invalid_json")
 
 
 def _check_depth(request: Struct) -> None:
     """Layer by layer, without recursion. Code that gets the request later may then use recursion."""
     layer: list[Any] = [request]
-    for _ in range(MAX_JSON_DEPTH + 1):
+    for _ in range(limits.MAX_JSON_DEPTH + 1):
         layer = [below for value in layer for below in _inside(value) if isinstance(below, (dict, list, Struct))]
         if not layer:
             return

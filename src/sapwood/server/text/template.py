@@ -86,26 +86,26 @@ def _up_to_the_last(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
     return text[:end]
 
 
-def asked_template(asked: str, tokens: Mapping[str, Any]) -> ChatTemplate:
+def given_template(given: str, tokens: Mapping[str, Any]) -> ChatTemplate:
     """The template that `--chat-template` names: a file, or the text itself."""
-    if "{" in asked:
-        return ChatTemplate(asked, tokens)
-    path = Path(asked).expanduser()
+    if "{" in given:
+        return ChatTemplate(given, tokens)
+    path = Path(given).expanduser()
     if not path.is_file():
-        raise ModelError(f"chat_template: {asked:.200} is neither a file nor a template")
+        raise ModelError(f"chat_template: {given:.200} is neither a file nor a template")
     try:
         return ChatTemplate(path.read_text(), tokens)
     except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"chat_template: {asked:.200} cannot be read: {error}") from None
+        raise ModelError(f"chat_template: {given:.200} cannot be read: {error}") from None
 
 
-def find_template(folder: str, asked: str | None) -> ChatTemplate | None:
+def find_template(folder: str, given: str | None) -> ChatTemplate | None:
     """The template of a model, or the file or text that `--chat-template` names."""
     where = Path(folder)
     config = read_json(where / "tokenizer_config.json") if (where / "tokenizer_config.json").is_file() else {}
     tokens = {name: _content(value) for name, value in config.items() if name.endswith("_token")}
-    if asked is not None:
-        return asked_template(asked, tokens)
+    if given is not None:
+        return given_template(given, tokens)
     if (where / "chat_template.jinja").is_file():
         return ChatTemplate((where / "chat_template.jinja").read_text(), tokens)
     if (where / "chat_template.json").is_file():

@@ -5,8 +5,7 @@
   `parser_of`: the same for the tools of a request, whose schemas give the types of arguments that are plain text.
 - `forced_calls`: for calls that the request demands, a grammar and a parser: in the form that the model writes
   (`written_grammar`), or else as JSON (`forced_schema`, `ForcedParser`).
-- `ToolParser`: the protocol of all parsers: text in, `Delta`s out (`Content`, `CallBegins`, `CallArguments`). `gather`
-  makes content and `ToolCall`s of deltas.
+- `ToolParser`: the protocol of all parsers: text in, `Delta`s out (`Content`, `CallBegins`, `CallArguments`).
 - `call_id`: a fresh id for a call.
 
     parser = parser_for("hermes")()
@@ -26,7 +25,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ...limits import MAX_CALLS
-from .base import CallArguments, CallBegins, Content, Delta, ToolCall, ToolParser, gather
+from .base import CallArguments, CallBegins, Content, Delta, ToolParser
 from .forced import ForcedParser, forced_schema, functions_of, written_grammar
 from .formats import HermesParser, Llama3JsonParser, MistralParser
 from .request import ToolChoice, check_tools
@@ -45,14 +44,12 @@ __all__ = [
     "Llama3JsonParser",
     "MistralParser",
     "Qwen3CoderParser",
-    "ToolCall",
     "ToolChoice",
     "ToolParser",
     "call_id",
     "check_tools",
     "forced_calls",
     "forced_schema",
-    "gather",
     "guess_parser",
     "parser_for",
     "parser_of",

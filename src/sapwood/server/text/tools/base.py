@@ -4,9 +4,9 @@ through it: content, calls one after the other, and arrays of calls."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
-from typing import ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import ClassVar, Protocol, TypeAlias
 
 import msgspec
 
@@ -46,7 +46,7 @@ class ToolParser(Protocol):
 
     - The pieces of a call's arguments together are the JSON text of an object, as the model wrote it.
     - A call begins when its name is known and its arguments have begun. What looks like a call and breaks before that
-      is content, unchanged, and so is what is cut off before that.
+      is content, unchanged, and so is a call that is cut off before that.
     - A call that breaks later cannot be taken back. Its arguments stay what they were up to there, which is no valid
       JSON, so that no client runs it by mistake; the text from there on is content. The arguments of a call that is
       cut off end where the text ends.
@@ -58,27 +58,6 @@ class ToolParser(Protocol):
     def push(self, text: str) -> list[Delta]: ...
 
     def finish(self) -> list[Delta]: ...
-
-
-class ToolCall(NamedTuple):
-    name: str
-    arguments: str  # JSON text, unless the call broke or was cut off
-
-
-def gather(deltas: Iterable[Delta]) -> tuple[str, list[ToolCall]]:
-    """The content and the calls of a whole text."""
-    content: list[str] = []
-    names: list[str] = []
-    arguments: list[list[str]] = []
-    for delta in deltas:
-        if isinstance(delta, Content):
-            content.append(delta.text)
-        elif isinstance(delta, CallBegins):
-            names.append(delta.name)
-            arguments.append([])
-        else:
-            arguments[delta.index].append(delta.text)
-    return "".join(content), [ToolCall(name, "".join(pieces)) for name, pieces in zip(names, arguments, strict=True)]
 
 
 # ---- marks in a text that comes in pieces
