@@ -61,7 +61,7 @@ def test_S16_samples_past_31_bits_are_answered_also_after_a_restart(limit: int):
         params = SamplingParams(max_tokens=10_000, ignore_eos=True)
         more: dict[str, Any] = {"adapter": None, "reads_cache": True, "writes_cache": True, "bad_words": []}
         link.submit(left, 0, PROMPT, params, **more, grammar=None)
-        await left.more()
+        await left.rendered()
         left.close()
         while (await link.ask("stats"))["decoding"]:
             pass
