@@ -117,14 +117,14 @@ def beside_the_model() -> Iterator[Figure]:
         timed(engine.executor, "finish", "executor")
         params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
         for at, prompt in enumerate(Prompts(engine, 2).some(REQUESTS, 128)):
-            engine.submit(str(at), prompt, params)
+            engine.requests.submit(str(at), prompt, params)
         for _ in range(8):
-            engine.step()
+            engine.requests.step()
         loops, others, whole = [], [], []
-        while len(engine.samples) == REQUESTS:
+        while len(engine.requests.samples) == REQUESTS:
             spent.update(model=0.0, executor=0.0)
             begin = time.perf_counter()
-            engine.step()
+            engine.requests.step()
             step = time.perf_counter() - begin
             loops.append((step - spent["executor"]) / step)
             others.append((step - spent["model"]) / step)

@@ -181,6 +181,19 @@ print(sorted({HEAVY!r} & set(sys.modules)))
     assert min(times) < 0.15, f"{room} takes {min(times):.3f} s"
 
 
+@pytest.mark.server
+def test_the_api_process_imports_nothing_of_the_engine_process():
+    """Both share `process/messages.py`; steps, tiers and the publisher of KV events are imported by the engine alone.
+
+    Mutation: generation.py imports `EngineSide`, or engine_client.py imports `EngineQueries`.
+    """
+    server = "sapwood.server.process."
+    engine = {f"{server}{name}" for name in ("engine_process", "engine_queries", "kv_events", "loaded_model")}
+    engine |= {"sapwood.engine.request_table", "sapwood.engine.loop", "sapwood.engine.transfer.tiers", "torch"}
+    code = f"import sapwood.server.command, sapwood.server.lifecycle, sys; print(sorted({engine!r} & set(sys.modules)))"
+    assert fresh(code) == "[]"
+
+
 def test_the_package_is_typed():
     """`py.typed` is there, so that type checkers of others read our types.
 

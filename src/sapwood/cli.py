@@ -1,5 +1,5 @@
-"""The command line: `sapwood COMMAND ...`. The only place that knows everybody, and it imports a command's room only
-when that command is asked for: `sapwood --help` answers at once."""
+"""The command line: `sapwood COMMAND ...`. It may know every package, and imports that of a command only when the
+command is called: `sapwood --help` answers at once."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _OF_THE_ENGINE = {"accelerate", "jinja2", "safetensors", "tokenizers", "torch", 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The status to exit with: 0, 1 if something failed, 2 if something asked for was wrong.
 
-    As a program, Ctrl-C ends it at once while it imports and loads, when there is nothing to lose: inside an import it
-    might become any error. Whoever has something to lose takes the signal himself."""
+    As a program, Ctrl-C ends it at once while it imports and loads: inside an import it might become any error. A
+    command with work to lose sets a handler of its own."""
     if arguments is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, leave)
     try:
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def leave(*_: object) -> NoReturn:
-    """Ctrl-C, as long as nobody else takes it."""
+    """The handler of Ctrl-C until a command sets its own."""
     os.write(2, b"\nsapwood: interrupted\n")
     os._exit(_INTERRUPTED)
 
@@ -84,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
-    """That of every command, and of `sapwood` itself under "". A command whose packages are missing is left out."""
+    """The parser of every command, and of `sapwood` itself under "". A command whose packages are missing has none."""
     from contextlib import suppress
     from importlib import import_module
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sapwood.store.ledger import ByteLedger, charge
+from sapwood.store.folder import ByteLedger, charge
 
 from ..ages import LIMITS, age
 from .machine import BASE, HYBRID, PROMPT, Machine

@@ -17,7 +17,7 @@ from sapwood.cache import CacheGroup, Namespace
 from sapwood.scheduler import RequestSpec
 from sapwood.sim.depot import Depot
 from sapwood.store import Breaker, Faults
-from sapwood.store.ledger import UNCOUNTED
+from sapwood.store.folder import UNCOUNTED
 
 from ..conftest import Place
 from ..scheduler.driver import groups_of

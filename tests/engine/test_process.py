@@ -13,7 +13,7 @@ import pytest
 from sapwood.engine import HostArena
 from sapwood.store import Breaker, open_store
 from sapwood.store.process import CAN_START
-from sapwood.store.shared import place_of
+from sapwood.store.spawn import place_of
 
 from .machine import PAGE, PATIENCE, PROMPT, Machine, each_layout, toks
 

@@ -65,7 +65,7 @@ def _come(llm: LLM, prompts: list[Any]) -> None:
     """A new prompt in every step."""
     for prompt in prompts:
         llm._submit([prompt], greedy(1), None)
-        llm.engine.step()
+        llm.engine.requests.step()
 
 
 def mixed(llm: LLM) -> Iterator[Line]:
@@ -150,7 +150,7 @@ def staggered(llm: LLM) -> Iterator[Line]:
     longest = SYSTEM + TURNS * (SAID + ANSWER) // 2
     with decoding(llm, Prompts(9).some(CHATS, longest), greedy(60)):
         alone = step_seconds(llm, 16)
-    assert not engine.samples
+    assert not engine.requests.samples
     p50, p99 = (1e3 * float(each) for each in np.percentile(waits, [50, 99]))
     more = f"{p99:.1f} ms, p50 {p50:.1f}, most {1e3 * max(waits):.0f}; {steps} steps; a decode step {1e3 * alone:.1f}"
     yield Line(f"{CHATS} staggered chats: p99 between tokens, of a decode step", 3, p99 / 1e3 / alone, more=more)
@@ -169,9 +169,9 @@ def _stagger(llm: LLM) -> tuple[list[float], int]:
         if idle and rng.random() < 0.5:
             chat = int(rng.choice(idle))
             histories[chat] += prompts.tokens(SAID)
-            (sample,) = engine.submit(f"chat {chat}.{turns[chat]}", histories[chat], greedy(ANSWER))
+            (sample,) = engine.requests.submit(f"chat {chat}.{turns[chat]}", histories[chat], greedy(ANSWER))
             live[chat] = (sample, 0, 0.0)
-        engine.step()
+        engine.requests.step()
         steps += 1
         now = time.perf_counter()
         for chat, (sample, count, last) in list(live.items()):

@@ -56,7 +56,7 @@ def _beside(llm: LLM, prompts: Prompts, prompt: Any, others: list[Any]) -> Line:
             loading = False
             while not job.over:
                 begin, before_it = time.perf_counter(), loading
-                llm.engine.step()
+                llm.engine.requests.step()
                 loading = _loading(llm)
                 if loading or before_it:  # also a step that the end of the load waited for, or that waited for it
                     taken.append(time.perf_counter() - begin)

@@ -103,7 +103,7 @@ def median(run: Callable[[], float], times: int = 3) -> float:
 
 def step_seconds(llm: LLM, steps: int) -> float:
     """What a step takes, in the mean."""
-    return timed(lambda: [llm.engine.step() for _ in range(steps)]) / steps
+    return timed(lambda: [llm.engine.requests.step() for _ in range(steps)]) / steps
 
 
 @contextmanager
@@ -111,17 +111,17 @@ def decoding(llm: LLM, prompts: list[Any], params: SamplingParams, loras: Any = 
     """These requests, all of which decode. In the end they are aborted."""
     jobs = llm._submit(prompts, params, loras)
     while not all(len(job.samples[0].token_ids) > 2 for job in jobs):
-        llm.engine.step()
+        llm.engine.requests.step()
     ended = [job.id for job in jobs if job.over]
     assert not ended, f"{len(ended)} were over before all had begun: ask for longer answers"
     yield jobs
     for job in jobs:
-        llm.engine.abort(job.samples)
+        llm.engine.requests.abort(job.samples)
     rest(llm)
 
 
 def rest(llm: LLM) -> None:
     """Until nobody is here and nothing is under way."""
     engine = llm.engine
-    while engine.samples or engine.loop._flights or engine.loop.tiers.busy:
-        engine.step()
+    while engine.requests.samples or engine.loop._flights or engine.loop.tiers.busy:
+        engine.requests.step()

@@ -65,11 +65,11 @@ def ours(name: str, prompts: list[Any], tokens: int, dtype: torch.dtype = torch.
     found = []
     for prompt in prompts:
         scheduler = Scheduler(SchedulerConfig(PAGE, groups, tokens, 8, prefix_caching=False, max_columns=64))
-        hooks = Every({"r": prompt})
+        source = Every({"r": prompt})
         executor: Any = (
-            NotingPlain(served, arena, 8, hooks)
+            NotingPlain(served, arena, 8, source)
             if served.gathers
-            else NotingKernels(served, arena, 8, hooks, columns=64, most_tokens=tokens)
+            else NotingKernels(served, arena, 8, source, columns=64, most_tokens=tokens)
         )
         executor.found = {}
         loop = EngineLoop(scheduler, executor, Tiers(scheduler))

@@ -217,10 +217,10 @@ def _under_masks(llm: LLM) -> tuple[list[list[int]], list[list[int]]]:
             temperature=0.9 * (n % 2), top_k=20, seed=n, max_tokens=24, ignore_eos=True,
             allowed_token_ids=list(range(100)) if n % 3 == 1 else None,
         )  # fmt: skip
-        grammars = [Follows(engine.vocabulary)] if n % 3 == 0 else []
-        samples += engine.submit(str(n), prompt["prompt_token_ids"], params, grammars=grammars)
+        grammars = [Follows(engine.requests.vocabulary)] if n % 3 == 0 else []
+        samples += engine.requests.submit(str(n), prompt["prompt_token_ids"], params, grammars=grammars)
     while not all(sample.finish_reason for sample in samples):
-        engine.step()
+        engine.requests.step()
     failed = [sample.error for sample in samples if sample.error]
     must(not failed, f"requests fail: {failed[:3]}")
     answers = [list(sample.token_ids) for sample in samples]

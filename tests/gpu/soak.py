@@ -63,8 +63,8 @@ class Trouble:
         self.stopped = False
         engine: Any = llm.engine
         executor = engine.executor
-        self._begin, self._plain, self._draw = executor.begin, engine.plain, engine.draw
-        executor.begin, engine.plain, engine.draw = self.begin, self.plain, self.draw
+        self._begin, self._rows = executor.begin, executor.source.rows
+        executor.begin, executor.source.rows = self.begin, self.rows
         if hasattr(executor, "_drawn"):
             self._drawn, executor._drawn = executor._drawn, self.drawn
         self._row: int | None = None  # of the plan that begins: the one whose logits become NaN
@@ -88,18 +88,23 @@ class Trouble:
             self._row = int(self._rng.integers(0, len(rows)))
         self._begin(plan)
 
-    def plain(self, plan: Any, rows: Any) -> bool:
-        return self._row is None and bool(self._plain(plan, rows))
+    def rows(self, plan: Any) -> Any:
+        rows, row = self._rows(plan), self._row
+        if row is None:
+            return rows
+        draw = rows.draw
 
-    def draw(self, logits: torch.Tensor, plan: Any, rows: Any) -> Any:
-        if self._row is not None:
+        def draw_nan(logits: torch.Tensor, newest: Any) -> Any:
             logits = logits.clone()
-            logits[self._row] = torch.nan
-        return self._draw(logits, plan, rows)
+            logits[row] = torch.nan
+            return draw(logits, newest)
 
-    def drawn(self, plan: Any, *given: Any) -> Any:
-        found = self._drawn(plan, *given)
-        if len(plan.batch.ids) > 1 and self._chance("failed: behind", 0.003):
+        rows.plain, rows.draw = lambda: False, draw_nan
+        return rows
+
+    def drawn(self, rows: Any, *given: Any) -> Any:
+        found = self._drawn(rows, *given)
+        if len(rows.plan.batch.ids) > 1 and self._chance("failed: behind", 0.003):
             raise RuntimeError("a step that fails on purpose behind its forward")
         return found
 
@@ -128,8 +133,8 @@ class Soak:
                 self.traffic()
             else:
                 self.trouble.stopped = True
-            self.engine.step()
-            self.engine.rest(0.1)
+            self.engine.requests.step()
+            self.engine.requests.rest(0.1)
             self.over()
             if spent > next_look:
                 next_look += _LOOKS
@@ -141,7 +146,7 @@ class Soak:
         while len(self.live) < MOST_LIVE and rng.random() < 0.5:
             which = int(rng.integers(0, len(self.some)))
             ask = self.some[which]
-            samples = self.engine.submit(str(self._number), ask.prompt, ask.params)
+            samples = self.engine.requests.submit(str(self._number), ask.prompt, ask.params)
             self._number += 1
             self.counts["requests"] += 1
             self.counts["long prompts"] += len(ask.prompt) > 512
@@ -161,7 +166,7 @@ class Soak:
         for sample in samples:
             state = "running" if sample.token_ids else "begun" if sample.seated else "waiting"
             self.counts[f"aborted: {state}"] += 1
-        self.engine.abort(samples)
+        self.engine.requests.abort(samples)
 
     def over(self) -> None:
         for id, (which, sample) in list(self.live.items()):
@@ -186,8 +191,9 @@ class Soak:
         done = sample.finish_reason != "abort"
         self.counts["done"] += done
         self.counts["tokens"] += len(sample.token_ids)
-        self.counts["cached"] += sample.cached
-        self.counts["loaded"] += sample.loaded
+        cached, loaded = sample.cache.cached, sample.cache.host + sample.cache.store
+        self.counts["cached"] += cached
+        self.counts["loaded"] += loaded
         at = parting(right, sample.token_ids)
         if at is None:
             if done and len(sample.token_ids) != len(right.tokens):
@@ -204,8 +210,8 @@ class Soak:
             self.counts["different"] += 1
             kind = "the likeliest" if ask.params.greedy else "drawn"
             self.wrong.append(
-                f"{sample.id}: token {at} of {len(right.tokens)} ({kind}, prompt of {len(ask.prompt)}, {sample.cached} "
-                f"cached, {sample.loaded} loaded) is {token}, not {right.tokens[at]}: {near:.2g} from a tie"
+                f"{sample.id}: token {at} of {len(right.tokens)} ({kind}, prompt of {len(ask.prompt)}, {cached} "
+                f"cached, {loaded} loaded) is {token}, not {right.tokens[at]}: {near:.2g} from a tie"
             )
 
     def likely(self, ask: Ask, right: Right, sample: Sample, same: int) -> None:
@@ -231,12 +237,12 @@ class Soak:
         """Nobody is left: nothing is under way, and forgetting everything frees every page."""
         engine, until = self.engine, time.monotonic() + _DRAIN / 2
         while (engine.loop.tiers.busy or engine.loop._flights) and time.monotonic() < until:
-            engine.step()
-            engine.rest(0.1)
+            engine.requests.step()
+            engine.requests.rest(0.1)
         engine.scheduler.cache.check()
         stats = self.llm.stats()
         engine.scheduler.flush()
-        engine.step()
+        engine.requests.step()
         for group, by_tier in engine.scheduler.cache.stats()["pages"].items():
             for tier, pages in by_tier.items():
                 say(f"{group} on {tier}: {pages['free']} of {pages['capacity']} pages are free")

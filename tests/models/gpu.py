@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import transformers
 
-from sapwood.engine.executor.executor import Greedy
+from sapwood.engine.executor.rows import Greedy, PlanRows
 from sapwood.engine.models.recurrent import settle_time_steps
 
 from .zoo import CONFIGS
@@ -79,14 +79,14 @@ class Every(Greedy):
     def __init__(self, prompts: dict[str, np.ndarray]) -> None:
         self.prompts = prompts
 
-    def scored(self, plan: Any) -> dict[int, Any]:
+    def rows(self, plan: Any) -> PlanRows:
         batch = plan.batch
         found = {}
         for row, id in enumerate(batch.ids):
             start, n = int(batch.starts[row]), int(batch.lengths[row])
             if start < len(self.prompts[id]):
                 found[row] = self.prompts[id][start : start + n]
-        return found
+        return PlanRows(plan, found)
 
 
 @torch.inference_mode()

@@ -496,11 +496,11 @@ def test_S19_streams_go_on_while_an_adapter_hangs(tmp_path):
             until = time.monotonic() + PATIENCE
             while not over():
                 assert time.monotonic() < until, happened
-                engine.rest(1.0)
-                engine.step()
+                engine.requests.rest(1.0)
+                engine.requests.step()
                 answers.poll()
 
-        (sample,) = engine.submit("a", prompt(1, 30), GREEDY)
+        (sample,) = engine.requests.submit("a", prompt(1, 30), GREEDY)
         steps(lambda: sample.finish_reason)
         happened.append("stream" if 1 not in told else "too late")
         assert sample.token_ids == answer("llama", prompt(1, 30), 8)
@@ -509,7 +509,7 @@ def test_S19_streams_go_on_while_an_adapter_hangs(tmp_path):
         steps(lambda: 2 in told)
         happened.append("other load" if 1 not in told else "too late")
         assert not told[2].error
-        (adapted,) = engine.submit("b", prompt(1, 30), GREEDY, told[2].value)
+        (adapted,) = engine.requests.submit("b", prompt(1, 30), GREEDY, told[2].value)
         steps(lambda: adapted.finish_reason)
         assert adapted.token_ids != sample.token_ids
         os.close(end)

@@ -53,7 +53,7 @@ def bench(folder: Path, what: str, options: str = "") -> dict[str, Any]:
 def test_tokens_are_timed_one_by_one(folder):
     """Every request has a time for each of its tokens, in order, and none before anything was computed.
 
-    Mutation: `run` notes a time for every sample that `Engine.step` returns, also without a token.
+    Mutation: `run` notes a time for every sample that `RequestTable.step` returns, also without a token.
     """
     with opened(config_for(folder)) as engine:
         prompts = Prompts(engine, 0)
@@ -83,7 +83,7 @@ def test_ctrl_c_waits_for_the_end_of_a_step(folder, caplog, handler):
         assert signal.getsignal(signal.SIGINT) is handler
     finally:
         signal.signal(signal.SIGINT, before)
-    assert not engine.samples and not caplog.records
+    assert not engine.requests.samples and not caplog.records
 
 
 def test_latency(folder, capsys):

@@ -56,8 +56,8 @@ def test_l20_new_weights_match_nothing_older(folder, tmp_path):
     """After an update the answers are the new model's, nothing older is found on device, host or store, and what was
     computed with the same weights before is found again from the store.
 
-    Mutation: `Engine._change` keeps the version; `Update.apply` takes the version before into that of whole weights;
-    `Update.apply` copies nothing.
+    Mutation: `RequestTable._change_now` keeps the version; `Update.apply` takes the version before into that of
+    whole weights; `Update.apply` copies nothing.
     """
     new = other_weights(tmp_path / "new", 7)
     tokens = prompt(1, 60)
@@ -67,19 +67,19 @@ def test_l20_new_weights_match_nothing_older(folder, tmp_path):
     with open_llm(folder, **flags) as llm:
         assert said(llm.generate(ids(tokens), GREEDY, use_tqdm=False)) == [right["old"]]
         llm.update_weights(str(tmp_path / "new"))
-        version = llm.engine.version
+        version = llm.engine.requests.version
         assert 0 < version < 2**63
         (output,) = llm.generate(ids(tokens), GREEDY, use_tqdm=False)
         assert said([output]) == [right["new"]] and output.num_cached_tokens == 0
         (output,) = llm.generate(ids(tokens), GREEDY, use_tqdm=False)
         assert output.num_cached_tokens >= 56
         llm.update_weights(str(folder))
-        assert llm.engine.version not in (0, version)
+        assert llm.engine.requests.version not in (0, version)
         (output,) = llm.generate(ids(tokens), GREEDY, use_tqdm=False)
         assert said([output]) == [right["old"]] and output.num_cached_tokens == 0
     with open_llm(folder, **flags) as llm:
         llm.update_weights(str(tmp_path / "new"))
-        assert llm.engine.version == version, "the same weights, whatever they came after"
+        assert llm.engine.requests.version == version, "the same weights, whatever they came after"
         (output,) = llm.generate(ids(tokens), GREEDY, use_tqdm=False)
         assert said([output]) == [right["new"]] and output.num_cached_tokens >= 56
 
@@ -88,7 +88,7 @@ def test_l20_who_runs_ends_under_the_old_weights_and_who_waits_begins_under_the_
     """Streams that have begun end as they would have; requests beyond max_num_seqs are bound anew; those that come
     meanwhile wait; with `abort`, who runs is aborted.
 
-    Mutation: `Engine.begin_update` holds nobody back; `Engine.submit` lets requests in while weights change.
+    Mutation: `Engine.begin_update` holds nobody back; `RequestTable.submit` lets requests in while weights change.
     """
     new = other_weights(tmp_path / "new", 7)
     prompts = [prompt(n, 30) for n in range(4)]
@@ -96,17 +96,19 @@ def test_l20_who_runs_ends_under_the_old_weights_and_who_waits_begins_under_the_
         with open_llm(folder, max_num_seqs=2) as llm:
             engine = llm.engine
             params = SamplingParams(temperature=0, max_tokens=12)
-            running, waiting = ([engine.submit(str(n), prompts[n], params)[0] for n in some] for some in ((0, 1), (2,)))
+            submit = engine.requests.submit
+            running = [submit(str(n), prompts[n], params)[0] for n in (0, 1)]
+            waiting = [submit("2", prompts[2], params)[0]]
             for _ in range(4):
-                engine.step()
+                engine.requests.step()
             assert all(sample.token_ids for sample in running) and not waiting[0].seated
             engine.begin_update(read_update(engine.served.model, tmp_path / "new"), abort)
-            (late,) = engine.submit("3", prompts[3], params)
-            assert engine.updating and late.finish_reason is None
+            (late,) = engine.requests.submit("3", prompts[3], params)
+            assert engine.requests.updating and late.finish_reason is None
             with pytest.raises(RuntimeError, match="being changed already"):
                 engine.begin_update(read_update(engine.served.model, tmp_path / "new"))
-            while engine.samples or engine.held:
-                engine.step()
+            while engine.requests.samples or engine.requests.held:
+                engine.requests.step()
             for sample, tokens in zip([*running, *waiting, late], prompts, strict=True):
                 if sample in running and abort:
                     assert sample.finish_reason == "abort" and len(sample.token_ids) < 12
@@ -119,8 +121,8 @@ def test_l20_weights_for_a_part(folder, tmp_path):
     """Some tensors are updated and the others stay; the version tells both; who waits can be aborted; weights that do
     not fit change nothing.
 
-    Mutation: `read_update` takes every update for a whole one; `_check_shapes` looks at nothing; `Engine.abort` forgets
-    those that are held.
+    Mutation: `read_update` takes every update for a whole one; `_check_shapes` looks at nothing; `RequestTable.abort`
+    forgets those that are held.
     """
     from safetensors.torch import save_file
 
@@ -143,18 +145,18 @@ def test_l20_weights_for_a_part(folder, tmp_path):
             llm.update_weights(str(tmp_path / "nowhere"))
         assert said(llm.generate(ids(tokens), GREEDY, use_tqdm=False)) == [answer("llama", tokens, 8)]
         llm.update_weights(str(tmp_path / "part.safetensors"))
-        first = llm.engine.version
+        first = llm.engine.requests.version
         assert said(llm.generate(ids(tokens), GREEDY, use_tqdm=False)) == [says(changed, tokens, 8)]
         llm.update_weights(str(tmp_path / "part.safetensors"))
-        assert llm.engine.version != first, "on top of other weights"
+        assert llm.engine.requests.version != first, "on top of other weights"
         engine = llm.engine
-        (running,) = engine.submit("a", tokens, GREEDY)
-        engine.step()
+        (running,) = engine.requests.submit("a", tokens, GREEDY)
+        engine.requests.step()
         engine.begin_update(read_update(engine.served.model, tmp_path / "part.safetensors"))
-        held = engine.submit("b", tokens, GREEDY)
-        assert engine.abort(held) == held and held[0].finish_reason == "abort" and not engine.held
-        while engine.updating:
-            engine.step()
+        held = engine.requests.submit("b", tokens, GREEDY)
+        assert engine.requests.abort(held) == held and held[0].finish_reason == "abort" and not engine.requests.held
+        while engine.requests.updating:
+            engine.requests.step()
         assert running.finish_reason == "length"
 
 
@@ -171,7 +173,7 @@ def test_m08_prompt_logprobs_read_nothing_from_the_cache(folder, overlap):
     """The log-probability of every prompt token but the first, in chunks, warm and cold alike; the prompt is computed
     anew, and what it computes is published; samples beside the first share it.
 
-    Mutation: `Engine.submit` lets it read the cache; `Engine.scored` is off by one; `pieces` loses rows that are cut.
+    Mutation: `RequestTable.submit` lets it read the cache; `_scored` is off by one; `pieces` loses rows that are cut.
     """
     tokens = prompt(1, 50)
     right = right_scores(tokens)
@@ -310,7 +312,7 @@ def test_grammars_hold_through_company_and_failing_steps(folder, overlap, monkey
     """Rows with a grammar go on as it allows, beside rows without; also where every third step fails, and where the
     last token is not known yet when the next plan begins.
 
-    Mutation: `Requests.masks` never rolls back; it takes an older token for the newest.
+    Mutation: `GrammarMasks.of` never rolls back; it takes an older token for the newest.
     """
     drawn = itertools.count(1)
     draw = steps.ModelExecutor._run
@@ -325,10 +327,10 @@ def test_grammars_hold_through_company_and_failing_steps(folder, overlap, monkey
         monkeypatch.setattr(steps.ModelExecutor, "_run", failing)
         engine = llm.engine
         params = SamplingParams(temperature=0, max_tokens=20)
-        (bound,) = engine.submit("bound", prompt(1, 30), params, grammars=[Counting()])
-        (free,) = engine.submit("free", prompt(2, 30), params)
-        while engine.samples:
-            engine.step()
+        (bound,) = engine.requests.submit("bound", prompt(1, 30), params, grammars=[Counting()])
+        (free,) = engine.requests.submit("free", prompt(2, 30), params)
+        while engine.requests.samples:
+            engine.requests.step()
         assert free.token_ids == answer("llama", prompt(2, 30), 20)
         assert len(bound.token_ids) == 20 and not bound.error
         steps_taken = {(b - a) % VOCABULARY for a, b in itertools.pairwise([10, *bound.token_ids])}
@@ -342,7 +344,7 @@ def test_l16_a_row_whose_adapter_is_gone_fails_by_name_and_alone(folder, tmp_pat
     """Its adapter is not in the executor's memory any more: that request fails and says which adapter; who runs beside
     it does not, and it never runs as the base model.
 
-    Mutation: `Engine.adapted` names no culprits; `Adapters.begin` takes an unknown adapter for the base.
+    Mutation: `_RequestRows._whole_routing` names no culprits; `Adapters.begin` takes an unknown adapter for the base.
     """
     pytest.importorskip("peft", reason="peft is not installed: it makes the adapters of this test")
     from .test_adapters import adapter
@@ -351,11 +353,11 @@ def test_l16_a_row_whose_adapter_is_gone_fails_by_name_and_alone(folder, tmp_pat
     with open_llm(folder, enable_lora=True, max_loras=1, max_lora_rank=8) as llm:
         engine = llm.engine
         digest = engine.adapters.load("a", made)
-        (lost,) = engine.submit("lost", prompt(1, 30), GREEDY, digest)
-        (fine,) = engine.submit("fine", prompt(2, 30), GREEDY)
+        (lost,) = engine.requests.submit("lost", prompt(1, 30), GREEDY, digest)
+        (fine,) = engine.requests.submit("fine", prompt(2, 30), GREEDY)
         del engine.adapters._host[digest]
-        while engine.samples:
-            engine.step()
+        while engine.requests.samples:
+            engine.requests.step()
         assert digest.hex() in lost.error and not lost.token_ids
         assert fine.token_ids == answer("llama", prompt(2, 30), 8)
 

@@ -289,7 +289,7 @@ def test_gemma_3_through_the_engine(tmp_path):
     """The same file as a user names it: a prompt far beyond its window is told as likely as it is, and goes on
     sensibly, twice the same, with most of it cached.
 
-    Mutation: `rows_of` leaves out the window; `Engine.scored` is off by one.
+    Mutation: `rows_of` leaves out the window; `_scored` is off by one.
     """
     from sapwood import LLM, SamplingParams
 

@@ -62,7 +62,7 @@ def until_backed_up(llm: LLM, pages: int) -> None:
     end = time.monotonic() + PATIENCE
     while (stats := llm.stats())["tiers"]["pages_backed_up"] < pages:
         assert time.monotonic() < end, stats
-        llm.engine.step()
+        llm.engine.requests.step()
         llm.engine.loop.rest(0.2)
 
 

@@ -45,7 +45,7 @@ def test_answers_are_those_of_transformers_and_the_second_time_cached(folder):
     """A list of prompts, in order; then once more, with nothing but the last token of each to compute; and why the
     first time missed.
 
-    Mutation: `LLM.generate` returns outputs as they end; `Engine._end` does not take `cached` over.
+    Mutation: `LLM.generate` returns outputs as they end; `RequestTable._end` does not take `cached` over.
     """
     prompts = [prompt(1, 30), prompt(2, 9), prompt(1, 30)]
     for overlap in (0, 1):
@@ -64,7 +64,8 @@ def test_answers_are_those_of_transformers_and_the_second_time_cached(folder):
 def test_p02_samples_of_one_prompt_compute_it_once(folder):
     """n samples differ, repeat with their seed in any company, and cost one prompt.
 
-    Mutation: `Engine.submit` gives all samples the same index; `Engine.draw` counts tokens from the prompt's start.
+    Mutation: `RequestTable.submit` gives all samples the same index; `_RequestRows.draw` counts tokens from the
+    prompt's start.
     """
     params = SamplingParams(n=4, temperature=1.0, seed=5, max_tokens=10)
     with open_llm(folder) as llm:
@@ -81,7 +82,8 @@ def test_p02_samples_of_one_prompt_compute_it_once(folder):
 def test_ends(folder):
     """Stop tokens, eos masked until min_tokens, the end of the context, and streams that are left early.
 
-    Mutation: `Engine._end` takes eos for a stop token; `Engine.submit` lets the answer go beyond the context.
+    Mutation: `RequestTable._end` takes eos for a stop token; `RequestTable.submit` lets the answer go beyond the
+    context.
     """
     tokens = prompt(1, 30)
     right = answer("llama", tokens, 20)
@@ -103,7 +105,7 @@ def test_ends(folder):
             seen.append(len(output.outputs[0].token_ids))
             if len(seen) == 3:
                 break
-        assert seen == [1, 2, 3] and not llm.engine.samples and not llm.engine.loop.live
+        assert seen == [1, 2, 3] and not llm.engine.requests.samples and not llm.engine.loop.live
 
 
 def test_bad_input_is_refused_and_nobody_else_is_hurt(folder):
@@ -120,7 +122,7 @@ def test_bad_input_is_refused_and_nobody_else_is_hurt(folder):
         ):
             with pytest.raises(Refused, match=says):
                 llm.generate([ids(prompt(1, 20)), bad], GREEDY, use_tqdm=False)
-            assert not llm.engine.samples and not llm.engine.loop.live
+            assert not llm.engine.requests.samples and not llm.engine.loop.live
         with pytest.raises(ValueError, match="no tokenizer"):
             llm.generate("hello", GREEDY, use_tqdm=False)
         with pytest.raises(ValueError, match="enable_lora"):
@@ -169,7 +171,7 @@ def test_t10_a_store_serves_the_next_engine(folder, tmp_path):
 def test_l01_adapters_share_nothing_and_say_their_own(folder, tmp_path):
     """Base and two adapters in one batch: each says what it says alone, and none finds another's pages.
 
-    Mutation: `Engine.submit` leaves the adapter out of the namespace; `Engine.adapted` applies no routing.
+    Mutation: `RequestTable.submit` leaves the adapter out of the namespace; `_RequestRows.adapted` applies no routing.
     """
     peft = pytest.importorskip("peft", reason="peft is not installed: it makes the adapters of this test")
     from .zoo import build
@@ -267,7 +269,7 @@ def test_importing_sapwood_imports_nothing_heavy():
 def test_the_default_model_speaks():
     """SmolLM2 answers sensibly, twice the same, the second time from the cache; text stops where it is told to.
 
-    Mutation: `LLM.chat` lets the tokenizer add a second BOS; `Engine.step` pushes eos into the text.
+    Mutation: `LLM.chat` lets the tokenizer add a second BOS; `RequestTable.step` pushes eos into the text.
     """
     question = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
     with LLM(device_cache="512MiB", max_num_seqs=4, progress=False) as llm:

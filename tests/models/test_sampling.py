@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from sapwood.engine.executor import sampling
+from sapwood.engine.executor import choosing, sampling
 from sapwood.engine.executor.sampling import Sampled, Sampler, logprobs_of
 from sapwood.engine.params import SamplingParams
 
@@ -191,7 +191,7 @@ def test_company_changes_nothing():
     """A row gets the same token and the same log-probabilities, bit for bit, alone, in any slot and at any place of any
     batch.
 
-    Mutation: `_draw` adds up floats of the whole batch; `logprobs_of` asks for as many as the company does; the random
+    Mutation: `choose` adds up floats of the whole batch; `logprobs_of` asks for as many as the company does; the random
     number of a row is that of its place.
     """
     rng = random.Random(1)
@@ -237,7 +237,7 @@ def test_tokens_come_as_often_as_they_are_likely(asked):
     """Tokens of one request over 20,000 steps, and of 4,000 seeds at one step, come with the probabilities the filters
     leave (chi-square, fixed seeds), and never one that is left out.
 
-    Mutation: `_draw` takes the square of the random number; or with `top_k` alone, one token less is kept.
+    Mutation: `choose` takes the square of the random number; or with `top_k` alone, one token less is kept.
     """
     logits = some_logits(3, 1)
     logits[0, 0] = -math.inf
@@ -260,7 +260,7 @@ def test_tokens_come_as_often_as_they_are_likely(asked):
 def test_the_smallest_and_the_largest_random_number(monkeypatch):
     """Zero means the first token that may be chosen, the largest number the last, and none that may not.
 
-    Mutation: `right=False` in `_draw`; random numbers of 53 bits, whose largest rounds up to the total.
+    Mutation: `right=False` in `choose`; random numbers of 53 bits, whose largest rounds up to the total.
     """
     logits = torch.zeros(1, VOCABULARY)
     logits[0, [0, 1, 95, 96]] = -math.inf
@@ -477,7 +477,7 @@ def test_rows_of_nan_are_told_and_hurt_nobody(asked, broken, device, monkeypatch
     `sample`; `clamp_` left out in `_filter`.
     """
     if device != "cpu":  # where NaN as an integer is 0
-        monkeypatch.setattr(sampling, "_masses", lambda weights: (weights.nan_to_num(0) * 2**40).long())
+        monkeypatch.setattr(choosing, "_masses", lambda weights: (weights.nan_to_num(0) * 2**40).long())
     params = SamplingParams(logprobs=2, allowed_token_ids=range(50) if broken == "one nan" else None, **asked)
     logits = some_logits(8, 5)
     sampler, sound = new_sampler(), new_sampler()

@@ -173,9 +173,9 @@ def test_f21_nothing_is_left_of_it():
     Mutation: `_said` leaves its hooks behind; `ModelExecutor.forget` does nothing.
     """
     started = Started(build("llama", torch.float32))
-    hooks = started.executor.hooks
+    source = started.executor.source
     started.check()
-    assert started.executor.hooks is hooks and not started.executor._last.any() and not started.executor._running
+    assert started.executor.source is source and not started.executor._last.any() and not started.executor._running
     assert not any(module._forward_hooks for module in started.served.model.modules())
 
 

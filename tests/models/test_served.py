@@ -171,7 +171,7 @@ def load(server: Running, name: str):
 def test_S19_an_adapter_that_is_not_read_in_time(places, tmp_path):
     """It is a 504, and a good one is loaded after it. A pattern that would take for ever is a 400.
 
-    Mutation: `_refusal` names no problem; `EngineLink.load_adapter` waits for less than the engine.
+    Mutation: `_refusal` names no problem; `EngineClient.load_adapter` waits for less than the engine.
     """
     folder, roots, right = places
     root = tmp_path / "root"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sapwood.engine.models.kv_groups import GroupSpec
-from sapwood.engine.models.sizing import SLOTS_PER_CONTEXT, TooLittleHost, contexts, resident_pages, size, told
+from sapwood.engine.models.sizing import SLOTS_PER_CONTEXT, TooLittleHost, contexts, in_words, resident_pages, size
 from sapwood.engine.transfer.arena import PageLayout, PagePart
 
 from .zoo import torch
@@ -45,8 +45,8 @@ def test_all_memory_is_given_out_and_no_more(layout, mib):
     assert used <= mib * MIB
     assert used >= 0.97 * mib * MIB - sum(g.page_bytes for g in sized.groups)
     assert [g.name for g in sized.groups] == [g.name for g in remembered]
-    assert len(told(sized, PAGE)) == len(sized.groups) + 1
-    assert len(told(sized, PAGE, 1 << 40)) == len(sized.groups) + 2
+    assert len(in_words(sized, PAGE)) == len(sized.groups) + 1
+    assert len(in_words(sized, PAGE, 1 << 40)) == len(sized.groups) + 2
     assert contexts(sized.groups, "device", 1024, PAGE) > 0
 
 
@@ -89,9 +89,9 @@ def test_windows_lose_as_little_for_short_contexts_as_for_long_ones(tier, page_b
 
 
 def test_room_is_told_in_contexts_for_each_tier():
-    """Mutation: `contexts` forgets the windows; `told` leaves out a tier."""
+    """Mutation: `contexts` forgets the windows; `in_words` leaves out a tier."""
     sized = size([FULL, WINDOW], 1000 * MIB, PAGE, 8, 32768, 2000 * MIB, 2048)
-    lines = [line for line in told(sized, PAGE, 4000 * MIB) if line.startswith("contexts")]
+    lines = [line for line in in_words(sized, PAGE, 4000 * MIB) if line.startswith("contexts")]
     each = 1024 // PAGE * (FULL.layout.page_bytes + WINDOW.layout.page_bytes)
     assert [line.partition(": ")[2].rpartition(" or ")[0] for line in lines] == [
         f"on the device {contexts(sized.groups, 'device', 1024, PAGE)} of 1,024 tokens",

@@ -115,13 +115,13 @@ def test_a_context_that_would_change_its_company_is_lowered(tmp_path, caplog):
     build("phi3", torch.float32).save_pretrained(tmp_path)
     caplog.set_level(logging.WARNING, "sapwood")
     with LLM(str(tmp_path), **FLAGS) as llm:
-        assert llm.engine.max_model_len == 128
+        assert llm.engine.requests.max_model_len == 128
         (output,) = llm.generate([{"prompt_token_ids": prompt(1, 20)}], use_tqdm=False)
         assert output.outputs[0].token_ids
     assert any("max_model_len lowered from 512 to 128" in line and "longrope" in line for line in caplog.messages)
     caplog.clear()
     with LLM(str(tmp_path), max_model_len=64, **FLAGS) as llm:
-        assert llm.engine.max_model_len == 64
+        assert llm.engine.requests.max_model_len == 64
     assert not any("lowered" in line for line in caplog.messages)
 
 

@@ -1,4 +1,5 @@
-"""Where a request's cached tokens came from: `Ended.loaded`, `Ended.fetched`, and `Scheduler.brought` before that."""
+"""Where a request's cached tokens came from, and why it had no more: `loaded`, `fetched` and `found` of its end, and
+`Scheduler.brought` and `Scheduler.found` before that."""
 
 from __future__ import annotations
 
@@ -74,3 +75,40 @@ def test_a_load_that_fails_brings_nothing(ok):
     hosted.idle()
     end = hosted.ended["again"]
     assert (end.loaded > 0) is ok and end.loaded <= end.cached
+
+
+@each_layout
+def test_what_admission_found_is_what_the_statistics_count(layout):
+    """The reason and the position come with the end of a request; the position is the first token that differs, whether
+    or not the tokens before it could be copied.
+
+    Mutation: `Book.end` leaves `found` out; `Matcher.found` always gives the match's start as the position.
+    """
+    shop = Shop(layout)
+    first = shop.serve("ann", PROMPT).found
+    parted = [*PROMPT[: 4 * PAGE + 2], 7_777, *PROMPT[4 * PAGE + 3 :]]
+    other = shop.serve("bob", parted).found
+    again = shop.serve("cid", PROMPT).found
+    assert [first.reason, first.position, first.cached] == ["empty", 0, 0]
+    assert again.reason == "hit" and again.cached == shop.ended["cid"].cached > 0
+    assert other.reason in ("diverged", "no_snapshot", "window_gone")
+    if other.reason == "diverged":
+        assert other.position == 4 * PAGE + 2
+    counted = shop.scheduler.stats()["cache"]["reasons"]
+    assert sum(counted.values()) == 3 and counted["empty"] == counted["hit"] == counted[other.reason] == 1
+    shop.close()
+
+
+def test_what_is_only_promised_counts_as_found_later():
+    """A neighbour that comes while the same prompt is being computed has its pages, and admission found none of them
+    real. Before its admission nothing is known.
+
+    Mutation: `Matcher.found` counts promised pages as real; `Scheduler.found` looks at the lease alone.
+    """
+    shop = Shop()
+    shop.submit("ann", PROMPT)
+    shop.submit("bob", PROMPT)
+    assert shop.scheduler.found("bob") is None and shop.scheduler.found("nobody") is None
+    shop.see_to("ann", "bob")
+    assert shop.ended["bob"].cached and not shop.ended["bob"].found.cached
+    shop.close()

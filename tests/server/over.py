@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from sapwood.server.observe.finished import Finished, FinishedPrompt
+from sapwood.engine.cache_report import CacheReport
+from sapwood.server.observe.figures import Finished, FinishedPrompt
 from sapwood.server.process.engine_queries import EngineQueries
 from sapwood.server.process.messages import EngineQuery, QueryAnswer, decode_to_api, encode
 
@@ -20,9 +21,9 @@ SPACE = b"space".ljust(32, b".")
 def prompt(tokens: Any = 100, cached: int = 0, reason: str = "empty", position: int | None = None, **more: Any) -> Any:
     """A prompt of so many tokens, or of these."""
     ids = np.arange(tokens, dtype=np.int32) if isinstance(tokens, int) else np.array(tokens, np.int32)
-    fields = {"host": 0, "store": 0, "shared": 0, "queued": 0.002, **more}
+    queued = more.pop("queued", 0.002)
     position = cached if position is None else position
-    return FinishedPrompt(ids=ids, cached=cached, reason=reason, position=position, **fields)
+    return FinishedPrompt(ids, CacheReport(cached, reason=reason, position=position, **more), queued)
 
 
 def over(*prompts: FinishedPrompt, generated: int = 3, reasons: Sequence[str] = ("stop",), **more: Any) -> Finished:

@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import uvicorn
 
+from sapwood.engine.cache_report import CacheReport
 from sapwood.engine.loading.default_model import default_model
 from sapwood.server.app import App
 from sapwood.server.config import ServerConfig
 from sapwood.server.frontend import Serving
-from sapwood.server.process.engine_client import EngineLink
+from sapwood.server.process.engine_client import EngineClient
 from sapwood.server.process.messages import Drop, End, EngineQuery, Ready, SampleBegun, Submit
 from sapwood.server.process.messages import QueryAnswer as Said
 from sapwood.server.process.messages import StepOutput as Step
@@ -83,7 +84,7 @@ def scored(token: int, top: int) -> dict[int, tuple[float, int]]:
     return {token + at: (-0.25 - at, at + 1) for at in range(max(1, top))}
 
 
-class ScriptedLink(EngineLink):
+class ScriptedLink(EngineClient):
     """`say(prompt)` is asked for every prompt. A token a step, and `likely` ones that are made up."""
 
     def __init__(self, say: Callable[[str], Script]) -> None:
@@ -100,8 +101,8 @@ class ScriptedLink(EngineLink):
     def _send(self, message: Any) -> None:
         if isinstance(message, Drop):
             self.dropped.append(message)
-        if isinstance(message, EngineQuery) and message.what in self.answers:
-            self._other(Said(message.number, self.answers[message.what], ""))
+        if isinstance(message, EngineQuery) and message.name in self.answers:
+            self._other(Said(message.number, self.answers[message.name], ""))
         if isinstance(message, Submit):
             prompt = tokens().decode(np.frombuffer(message.tokens, np.int32).tolist())
             self.prompts.append(prompt)
@@ -134,7 +135,7 @@ class ScriptedLink(EngineLink):
         begun = []
         lane = self.lanes.get(number)
         if lane is not None and lane.begun is None:
-            begun = [SampleBegun(number, 0.0, cached, 0, 0, 0, "cold" if not cached else "hit", cached)]
+            begun = [SampleBegun(number, 0.0, CacheReport(cached, reason="hit" if cached else "cold", position=cached))]
         likely, prompts = {}, {}
         top, scores = submit.params.logprobs, submit.params.prompt_logprobs
         if top is not None:
@@ -145,7 +146,7 @@ class ScriptedLink(EngineLink):
         one = np.array([number], np.int64).tobytes(), np.array([token], np.int32).tobytes()
         self._dispatch(Step(1, 0.0, *one, begun, [] if rest else [end], likely, prompts))
         self.lag = 0.0
-        self._tell()
+        self._wake_readers()
         if rest:
             asyncio.get_running_loop().call_soon(self._step, submit, rest, end, cached)
 

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from sapwood.engine.params import SamplingParams
-from sapwood.server.process.engine_client import EngineJob, EngineLink
-from sapwood.server.process.engine_process import Settings
-from sapwood.server.process.messages import Acknowledged, StepOutput, decode_to_api, decode_to_engine, encode
+from sapwood.server.process.engine_client import EngineClient, EngineJob
+from sapwood.server.process.messages import Acknowledged, Settings, StepOutput, decode_to_api, decode_to_engine, encode
 
 from ..ages import LIMITS
 from .kit import Running, paced_flags
@@ -23,16 +22,16 @@ pytestmark = [pytest.mark.server, pytest.mark.xdist_group("life")]
 PROMPT = np.arange(300, 340, dtype=np.int32).tobytes()
 
 
-def linked(at: int) -> tuple[EngineLink, asyncio.Event]:
+def linked(at: int) -> tuple[EngineClient, asyncio.Event]:
     """A link whose engine begins to count at `at`, as it does itself; and whether the engine is dead."""
     died = asyncio.Event()
     settings = Settings("tests.server.aged:aged", {"at": at, "max_loras": 1}, os.getpid())
-    link = EngineLink(lambda: settings, lambda why: died.set())
+    link = EngineClient(lambda: settings, lambda why: died.set())
     link._number = max(1, at)
     return link, died
 
 
-async def answer(link: EngineLink, n: int) -> list[list[int]]:
+async def answer(link: EngineClient, n: int) -> list[list[int]]:
     """What all samples of a request say."""
     job: EngineJob = link.job(n, "")
     params = SamplingParams(n=n, max_tokens=5, seed=1, logprobs=1)
@@ -50,7 +49,7 @@ def test_S16_samples_past_31_bits_are_answered_also_after_a_restart(limit: int):
     """Requests whose samples have numbers below, across and beyond a limit all get their own tokens, those that a young
     server gives; questions are answered; what is dropped is dropped. The numbers go on after the engine was killed.
 
-    Mutation: `EngineSide._tell` sends numbers as int32; `_dispatch` reads them as int32.
+    Mutation: `EngineSide._send_step` sends numbers as int32; `_dispatch` reads them as int32.
     """
 
     async def story(at: int) -> list[list[list[int]]]:

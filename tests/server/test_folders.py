@@ -18,9 +18,9 @@ from sapwood.server.command import main
 from sapwood.server.config import ServerConfig
 from sapwood.server.errors import without_paths
 from sapwood.server.lifecycle import _Server
-from sapwood.server.process import private_folder
+from sapwood.server.process import engine_child
+from sapwood.server.process.engine_child import PrivateFolder, sweep
 from sapwood.server.process.messages import End, Ready, StepOutput, Submit
-from sapwood.server.process.private_folder import PrivateFolder, sweep
 from sapwood.server.salt_key import salt_key, salt_of
 from sapwood.store import open_store
 
@@ -61,7 +61,7 @@ def test_what_killed_servers_left_is_swept(temporary):
     (temporary / "sapwood-file").touch()
     (temporary / "sapwood-link").symlink_to(living.path)
     (temporary / "other").mkdir()
-    (temporary / "other" / private_folder._LOCK).touch()
+    (temporary / "other" / engine_child._LOCK).touch()
     dead = left(temporary)
     another = PrivateFolder()
     assert not dead.exists() and living.path.is_dir() and another.path.is_dir()
@@ -86,11 +86,11 @@ def test_a_folder_of_another_user_is_left_alone(temporary, monkeypatch):
     assert dead.is_dir()
     precious = temporary / "precious"
     precious.mkdir()
-    (precious / private_folder._LOCK).symlink_to(dead / private_folder._LOCK)
+    (precious / engine_child._LOCK).symlink_to(dead / engine_child._LOCK)
     (temporary / "sapwood-trap").symlink_to(precious)
     trap = temporary / "sapwood-lock"
     trap.mkdir()
-    (trap / private_folder._LOCK).symlink_to(dead / private_folder._LOCK)
+    (trap / engine_child._LOCK).symlink_to(dead / engine_child._LOCK)
     os.mkfifo(temporary / "sapwood-pipe")
     sweep(temporary)
     assert not dead.exists() and precious.is_dir() and trap.is_dir()
@@ -103,7 +103,7 @@ def test_a_sweeper_that_meets_an_owner_that_begins(temporary, monkeypatch, when)
     Mutation: `__init__` does not look whether it got the lock, or whether the file is still there.
     """
     first: list[Path] = []
-    locked = private_folder._locked
+    locked = engine_child._locked
 
     def meets(file: int) -> bool:
         if first:
@@ -112,13 +112,13 @@ def test_a_sweeper_that_meets_an_owner_that_begins(temporary, monkeypatch, when)
         if when == "after the sweep":
             sweep(temporary)
             return locked(file)
-        other = os.open(first[0] / private_folder._LOCK, os.O_RDWR)
+        other = os.open(first[0] / engine_child._LOCK, os.O_RDWR)
         fcntl.flock(other, fcntl.LOCK_EX)
         got = locked(file)
         os.close(other)
         return got
 
-    monkeypatch.setattr(private_folder, "_locked", meets)
+    monkeypatch.setattr(engine_child, "_locked", meets)
     folder = PrivateFolder()
     assert folder.path != first[0] and folder.path.is_dir()
     sweep(temporary)
@@ -131,7 +131,7 @@ def test_a_sweeper_that_meets_an_owner_that_begins(temporary, monkeypatch, when)
 def test_a_server_that_is_killed_leaves_nothing_for_long(tmp_path):
     """The next one to start removes it; one that ends by itself leaves nothing.
 
-    Mutation: `EngineLink.start` makes its folder by itself.
+    Mutation: `EngineChild` makes its folder by itself.
     """
 
     def folders() -> list[str]:
@@ -280,7 +280,7 @@ def test_a_step_that_breaks_shows_no_paths():
     def breaks(message: Submit, script: object) -> None:
         end = End(message.number, "error", None, 0, "OSError: cannot read /srv/models/secret/x.bin")
         app.link._dispatch(StepOutput(1, 0.0, b"", b"", [], [end], {}, {}))
-        app.link._tell()
+        app.link._wake_readers()
 
     app.link._begin = breaks  # type: ignore[assignment,method-assign]
     for stream in (False, True):

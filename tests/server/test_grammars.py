@@ -305,7 +305,7 @@ def test_going_back_is_exact(grammars, closing, form):
     """After any tokens are taken back and told again, the masks are those of the first time: at random places, over
     lexemes half done, and over the end.
 
-    Mutation: `TokenGrammar.rollback` goes back one token less; `_told` is not lowered.
+    Mutation: `TokenGrammar.rollback` goes back one token less; `_fed` is not lowered.
     """
     kind, value, _ = FORMS[form]
     rng = random.Random(f"back {form}")
@@ -352,7 +352,7 @@ def test_a_step_s_masks_are_those_of_its_rows(grammars, closing):
     """All at once and one by one give the same, in the rows that are named; other rows stay as they are. So it does
     while slow grammars are looked for.
 
-    Mutation: `Grammars.fill` mixes up `rows`; `_ask` leaves out those after the first while it is `_watching`.
+    Mutation: `Grammars.fill` mixes up `rows`; `_compute` leaves out those after the first while it is `_watching`.
     """
     rng = random.Random(7)
     followed = []

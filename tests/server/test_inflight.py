@@ -305,7 +305,7 @@ def test_answers_that_are_collected_count(server: Running):
 # ---- what waits in a generation
 
 
-class Told(links.EngineLink):
+class Told(links.EngineClient):
     """A link without an engine."""
 
     def __init__(self) -> None:
@@ -372,7 +372,7 @@ def test_no_sample_waits_for_ever():
 def test_tokens_that_nobody_takes_are_told():
     """While a reader has stopped, what comes is counted, with what stands beside it; when he goes on, that is told too.
 
-    Mutation: `wake` does not call `_tell`; `rendered` does not; `_tell` leaves out the likely ones.
+    Mutation: `wake` does not call `_report`; `rendered` does not; `_report` leaves out the likely ones.
     """
 
     async def story() -> None:

@@ -418,7 +418,7 @@ def test_E04_what_is_no_request_is_passed_over(closing, caplog):
     """Frames of the wrong number or size: no answer, one line in the log and nothing of theirs in it, and the next
     request is answered.
 
-    Mutation: `_take_requests` does not look at the length of `start`; `_tell` says everything every time.
+    Mutation: `_take_requests` does not look at the length of `start`; `_warn_once` warns every time.
     """
     events = publisher(first_sequence=0)
     closing.append(events)

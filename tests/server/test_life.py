@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from sapwood.server.process.engine_client import EngineLink
-from sapwood.server.process.engine_process import Settings, _opened
-from sapwood.server.process.messages import Ready
+from sapwood.server.process.engine_child import EngineChild
+from sapwood.server.process.engine_client import EngineClient
+from sapwood.server.process.engine_process import _opened
+from sapwood.server.process.messages import Ready, Settings
 
 from .kit import Running, alive, paced_flags, until
 
@@ -289,32 +290,27 @@ def test_m09_a_stopping_server_says_what_it_could_not_write(start, tmp_path, fau
         assert f"store faulty+file://{tmp_path}/store: {pages} pages ({size} bytes) could not be written" in said[0]
 
 
-class _Ending(EngineLink):
-    """To a process that is no engine, and that ends when it is asked to, or not at all."""
+class _EndingChild(EngineChild):
+    """A process that is no engine, and that ends when it is asked to, or not at all."""
 
     def __init__(self, ends: bool) -> None:
-        super().__init__(lambda: None, lambda why: None)  # type: ignore[arg-type,return-value]
-        self.ready = Ready("", 100, 2000, [2], 16, {}, {}, closes_within=3000.0)
         code = "import signal as s; asked = [s.SIGUSR1]; s.pthread_sigmask(s.SIG_BLOCK, asked); print(flush=True); "
         code += "s.sigwait(asked)" if ends else "s.pause()"
-        self._process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-        self._pidfd = os.pidfd_open(self._process.pid)
-        assert self._process.stdout is not None and self._process.stdout.readline()
+        self.process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        self._pidfd = os.pidfd_open(self.process.pid)
+        assert self.process.stdout is not None and self.process.stdout.readline()
 
-    def _close_sockets(self) -> None:
+    def close(self) -> None:
+        assert self.process.stdout is not None
+        self.process.stdout.close()
         os.close(self._pidfd)
-
-    def status(self) -> int | None:
-        assert self._process is not None and self._process.stdout is not None
-        self._process.stdout.close()
-        return self._process.returncode
 
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_m09_an_engine_has_the_time_it_asks_for_to_end(monkeypatch, ends):
     """With a store's patience of minutes it may write for minutes: it is not killed before, and then it is.
 
-    Mutation: `EngineLink.close` waits for a fixed number of seconds.
+    Mutation: `EngineClient.close` waits for a fixed number of seconds.
     """
     waited: list[float] = []
 
@@ -324,16 +320,18 @@ def test_m09_an_engine_has_the_time_it_asks_for_to_end(monkeypatch, ends):
             return await ended
         raise TimeoutError
 
-    monkeypatch.setattr("sapwood.server.process.engine_client.asyncio.wait_for", wait_for)
-    link = _Ending(ends)
+    monkeypatch.setattr("sapwood.server.process.engine_child.asyncio.wait_for", wait_for)
+    link = EngineClient(lambda: None, lambda why: None)  # type: ignore[arg-type,return-value]
+    link.ready = Ready("", 100, 2000, [2], 16, {}, {}, closes_within=3000.0)
+    link._child = child = _EndingChild(ends)
     asyncio.run(link.close())
-    assert link.status() == (0 if ends else -signal.SIGKILL)
+    assert child.process.returncode == (0 if ends else -signal.SIGKILL)
     assert len(waited) == 1 and 3000 < waited[0] < 3060
 
 
 def test_an_engine_says_how_long_it_takes_to_end(monkeypatch):
     """Mutation: `_opened` leaves `closes_within` out of what it says when it is ready."""
-    monkeypatch.setattr("sapwood.engine.request_table.Requests.closes_within", 120.0)
+    monkeypatch.setattr("sapwood.engine.request_table.RequestTable.closes_within", 120.0)
     flags = json.loads(paced_flags()[3])
     said: list[Any] = []
     engine, *_ = _opened(Settings("sapwood.bench.paced:paced", flags, os.getpid(), "text", "info", None), said.append)

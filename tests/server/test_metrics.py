@@ -15,8 +15,16 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sapwood.cache import Namespace
-from sapwood.server.observe.histogram import FIRST_TOKEN, GAP, QUICK_GAP, REQUEST, Histogram, one_two_five
-from sapwood.server.observe.metrics import MAX_ADAPTER_LABELS, Metrics
+from sapwood.server.observe.metrics import (
+    FIRST_TOKEN,
+    GAP,
+    MAX_ADAPTER_LABELS,
+    QUICK_GAP,
+    REQUEST,
+    Histogram,
+    Metrics,
+    one_two_five,
+)
 
 from ..engine.machine import PROMPT, Machine, toks
 from .over import over, prompt, stats_of
@@ -220,7 +228,7 @@ def test_a_request_is_counted_where_it_belongs(metrics):
     """Tokens by tier, misses by reason, samples by why they ended. A prompt that was never computed counts nowhere but
     in the request; one that was served by another meanwhile is no miss.
 
-    Mutation: `by_tier` counts what came from a store as device's; `is_miss` does not look at `position`; `finished`
+    Mutation: `by_tier` counts what came from a store as device's; `missed` does not look at `position`; `finished`
     counts prompts without a reason.
     """
     metrics.finished(

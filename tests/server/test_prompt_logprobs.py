@@ -134,7 +134,7 @@ def test_M08_scores_are_of_the_whole_prompt_though_it_is_cached(server: Running)
     """A prompt that was computed before: with scores it is computed once more, and all of it is scored; with several
     samples too. What it leaves behind is read by the next.
 
-    Mutation: `Requests.submit` lets it read the cache.
+    Mutation: `RequestTable.submit` lets it read the cache.
     """
     prompt = server.post("/tokenize", {"prompt": LONG + "scored"}).json["tokens"]
     body = {"prompt": prompt, "max_tokens": 2, "temperature": 0}
@@ -162,7 +162,7 @@ def test_M08_scores_are_of_the_whole_prompt_though_it_is_cached(server: Running)
 def test_M08_an_echo_of_one_token(server: Running, most):
     """It has a place in the lists, though nothing is known of it.
 
-    Mutation: `Requests.submit` leaves `prompt_logprobs` of a sample empty.
+    Mutation: `RequestTable.submit` leaves `prompt_logprobs` of a sample empty.
     """
     body = {"prompt": [504], "max_tokens": most, "echo": True, "logprobs": 1, "prompt_logprobs": 1}
     (choice,) = server.post(COMPLETIONS, body).json["choices"]

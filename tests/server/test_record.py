@@ -153,7 +153,7 @@ def test_close_writes_what_is_left(recorder_of):
 def test_a_file_that_is_full_is_put_aside(recorder_of, tmp_path):
     """No file is longer than it may be, lines are whole, and the last five files are kept.
 
-    Mutation: `_put_aside` renames in the other order; `_write` looks at the size after writing.
+    Mutation: `_rotate` renames in the other order; `_write` looks at the size after writing.
     """
     recorder = recorder_of(max_bytes=600)
     for at in range(40):
@@ -213,7 +213,7 @@ def test_a_full_disk_costs_lines_and_no_more(recorder_of, full_disk, caplog):
     """What it did not take is counted and said once, half a line is taken back, and when there is room again the trace
     goes on and can be read.
 
-    Mutation: `_write` lets the error through; `_take_back` does not truncate; `_failing` is not remembered.
+    Mutation: `_write` lets the error through; `_truncate` does not truncate; `_failing` is not remembered.
     """
     recorder = recorder_of()
     written(recorder, over(prompt(600)))

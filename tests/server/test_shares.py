@@ -21,8 +21,7 @@ from sapwood.server.config import ServerConfig
 from sapwood.server.limits import HttpLimits
 from sapwood.server.listen import open_socket
 from sapwood.server.process.engine_process import EngineSide
-from sapwood.server.process.fair_queue import FairQueue
-from sapwood.server.process.grammars import _MAX_WAITING, Grammars, GrammarsBusy, GrammarSpec
+from sapwood.server.process.grammars import _MAX_WAITING, FairQueue, Grammars, GrammarsBusy, GrammarSpec
 from sapwood.server.process.messages import Drop, End, StepOutput, Submit
 from sapwood.server.request_head import client_of
 
@@ -280,7 +279,7 @@ def test_grammars_of_clients_that_left_are_cancelled():
     Mutation: `_drop` does not call `cancel`; `cancel` leaves the job in the queue; `_submit` does not say whose it is.
     """
     slow, sent = Slow(), []
-    side = EngineSide(PacedEngine({}, False), sent.append, slow, None)  # type: ignore[arg-type]
+    side = EngineSide(PacedEngine({}, False).requests, sent.append, slow, None)  # type: ignore[arg-type]
     for number, tenant in ((1, "alpha"), (3, "beta")):
         side._take(submit(number, tenant))
     assert [owner for owner, _ in slow.asked] == ["alpha", "beta"]
@@ -288,7 +287,7 @@ def test_grammars_of_clients_that_left_are_cancelled():
     assert slow.cancelled == [slow.asked[0][1]]
     slow.asked[1][1].set_exception(GrammarsBusy("later"))
     side._compiled()
-    side._tell([])
+    side._send_step([])
     assert [(end.number, end.reason, end.error) for end in sent[-1].ends] == [
         (3, "busy", "later"),
         (4, "busy", "later"),
@@ -317,7 +316,7 @@ def test_a_full_queue_of_grammars_is_no_fault_of_the_request():
     def busy(message: Submit, script: object) -> None:
         end = End(message.number, "busy", None, 0, "64 other grammars wait to be compiled: try again later")
         app.link._dispatch(StepOutput(1, 0.0, b"", b"", [], [end], {}, {}))
-        app.link._tell()
+        app.link._wake_readers()
 
     app.link._begin = busy  # type: ignore[assignment,method-assign]
     for stream in (False, True):

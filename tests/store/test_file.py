@@ -23,7 +23,7 @@ import pytest
 
 from sapwood.store import Breaker, StoreError, open_store
 from sapwood.store.file import FileBackend
-from sapwood.store.ledger import UNCOUNTED, ByteLedger, charge
+from sapwood.store.folder import UNCOUNTED, ByteLedger, charge
 
 from . import kit
 
@@ -326,7 +326,7 @@ def test_the_count_mends_itself(tmp_path: Path) -> None:
         assert truth == sum(charge(path.stat().st_size) for path in kit.values_in(folder))
         code = f"""
 import os
-from sapwood.store.ledger import ByteLedger
+from sapwood.store.folder import ByteLedger
 ledger = ByteLedger({str(folder)!r}, 2**20)
 assert ledger.take(300_000) == 0
 open(ledger.temporary(), "wb").write(bytes(100))
@@ -593,7 +593,7 @@ def test_t20_a_ledger_that_is_damaged_during_a_count(tmp_path: Path) -> None:
 
 FROZEN = """
 import sys, time
-from sapwood.store.ledger import ByteLedger
+from sapwood.store.folder import ByteLedger
 ledger = ByteLedger(sys.argv[1], 2**20)
 with ledger._locked():
     print("ready", flush=True)
@@ -608,7 +608,7 @@ def test_t20_a_frozen_process_keeps_the_lock(tmp_path: Path, monkeypatch: pytest
 
     Mutation: `_lock` waits for the lock as long as it takes; or `get` needs the ledger.
     """
-    monkeypatch.setattr("sapwood.store.ledger._OPEN_LOCK_SECONDS", 0.5)
+    monkeypatch.setattr("sapwood.store.folder._OPEN_LOCK_SECONDS", 0.5)
     folder = tmp_path / "store"
     with kit.Desk(uri(folder), breaker=Breaker(failures=1, seconds=0.1)) as desk:
         desk.put(range(4), ["full"])
@@ -714,7 +714,7 @@ def test_places_that_cannot_be_used(tmp_path: Path) -> None:
     """Refused at the start, in words: not a folder, not writable, somebody else's, another version, no file at all, too
     small.
 
-    Mutation: `_claim` takes any folder.
+    Mutation: `claim` takes any folder.
     """
     print_ = kit.fingerprint()
     (tmp_path / "file").write_text("")

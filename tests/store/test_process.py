@@ -514,7 +514,7 @@ def processors() -> Iterator[set[int]]:
 def test_the_process_leaves_the_processor_of_its_caller(tmp_path: Path, processors: set[int]) -> None:
     """Where the thread that asks runs, no thread of the store's process may run; it goes along when that one moves.
 
-    Mutation: `_stand_aside` moves the main thread of that process only, or is called once.
+    Mutation: `_keep_off_this_processor` moves the main thread of that process only, or is called once.
     """
     with away(f"file://{tmp_path}/store?size=10MiB") as desk:  # small pages: one thread at a time
         for here in [*sorted(processors)[:2], min(processors)]:
@@ -526,7 +526,7 @@ def test_the_process_leaves_the_processor_of_its_caller(tmp_path: Path, processo
 def test_threads_that_need_all_processors_keep_them(processors: set[int]) -> None:
     """A backend that handles pages side by side on as many threads as there are processors is not crowded together.
 
-    Mutation: `_stand_aside` does not count.
+    Mutation: `_keep_off_this_processor` does not count.
     """
     here = min(processors)
     with away("memory://") as desk:  # two threads, pages of any size

@@ -138,7 +138,7 @@ def test_t08_a_cluster_that_loses_a_node(tmp_path: Path) -> None:
 def test_a_cluster_whose_slots_move(tmp_path: Path) -> None:
     """A slot is given to another node: at first its keys fail, then the store has looked again and finds the new node.
 
-    Mutation: `_look_again` does nothing.
+    Mutation: `_refresh_topology` does nothing.
     """
     with kit.redis_cluster(tmp_path) as (_, ports), kit.Desk(f"redis+cluster://127.0.0.1:{ports[0]}") as desk:
         assert desk.put([1], ["full"]).run() == 1

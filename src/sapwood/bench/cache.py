@@ -151,7 +151,7 @@ def _little(engine: Engine, tokens: int) -> EngineConfig:
     states no more than one request needs that computes the end of a page."""
     from sapwood.engine.models.sizing import size
 
-    page, longest, groups = engine.config.page_size, engine.max_model_len, engine.served.groups
+    page, longest, groups = engine.config.page_size, engine.requests.max_model_len, engine.served.groups
     step = sum(group.layout.page_bytes for group in groups if group.family == "full") or 1 << 16
     nbytes, room = 0, 0
     while room < tokens:

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def measure(asked: argparse.Namespace, config: EngineConfig) -> BenchReport:
     with opened(replace(config, host_cache="0", store=None, enable_prefix_caching=True)) as engine:
         meter = StepTimer(engine, asked.context_len)
-        inputs, outputs = workload(asked.num_prompts, engine.max_model_len)
+        inputs, outputs = workload(asked.num_prompts, engine.requests.max_model_len)
         with progress(asked.repeats, "calibrate", config.progress) as bar:
             meter.warm()
             rounds = []
@@ -84,7 +84,7 @@ class StepTimer:
 
     def __init__(self, engine: Engine, context: int) -> None:
         self.engine = engine
-        page, longest = engine.config.page_size, engine.max_model_len - _STEPS - 2
+        page, longest = engine.config.page_size, engine.requests.max_model_len - _STEPS - 2
         pages = min((group.device_pages for group in engine.sized.groups if group.family == "full"), default=1 << 20)
         room = pages * page
         most_rows = min(engine.sized.max_num_seqs, room // (_SHORT_TOKENS + _STEPS + page))
@@ -97,7 +97,7 @@ class StepTimer:
         if context < 2 * _SHORT_TOKENS or most_rows < 1 or most_tokens < 2:
             raise ValueError(
                 f"max_model_len and device_cache must hold contexts of {2 * _SHORT_TOKENS} tokens several times, and "
-                f"steps two tokens; the context is {engine.max_model_len}, and the cache holds {room}"
+                f"steps two tokens; the context is {engine.requests.max_model_len}, and the cache holds {room}"
             )
         self.prefills = [StepKind("prefill", 1, n, 0) for n in _sizes(2, most_tokens, 2 if gpu else 4, self.padded)]
         self.decodes = [StepKind("decode", n, 1, _SHORT_TOKENS) for n in decodes]

@@ -11,8 +11,10 @@ when the step that brought the last of them was over.
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from io import FileIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,12 +25,13 @@ from sapwood.cache import CacheGroup
 from sapwood.engine.loop import EngineLoop
 from sapwood.engine.lora.files import CONFIG
 from sapwood.engine.lora.reader import Folder
-from sapwood.engine.request_table import Requests
-from sapwood.engine.samples import Likely, Sample
+from sapwood.engine.params import Likely
+from sapwood.engine.request_table import RequestTable
+from sapwood.engine.samples import GrammarMasks, Sample, StepLogprobs
 from sapwood.engine.transfer.arena import DeviceArena, HostArena, PageLayout, PagePart
 from sapwood.engine.transfer.movers import open_mover
 from sapwood.engine.transfer.tiers import Tiers
-from sapwood.scheduler import Event, Plan, Scheduler, SchedulerConfig, StepDone
+from sapwood.scheduler import Event, Plan, Scheduler, SchedulerConfig, StepDone, StepFailed
 from sapwood.store import Fingerprint, GroupLayout, open_store
 
 _FLAGS: dict[str, Any] = {
@@ -57,23 +60,15 @@ _FLAGS: dict[str, Any] = {
 _PLAIN = 300  # tokens below are special, bytes and the like
 
 
-class PacedEngine(Requests):
+class PacedEngine:
+    """The parts of an engine, without a model."""
+
     def __init__(self, flags: Mapping[str, Any], events: bool) -> None:
         given = {**_FLAGS, **flags}
         unknown = given.keys() - _FLAGS.keys()
         if unknown:
             raise ValueError(f"there is no flag {min(unknown)!r}")
         self.flags = SimpleNamespace(**given)
-        super().__init__(
-            vocabulary=self.flags.vocabulary,
-            max_model_len=self.flags.max_model_len,
-            eos=[self.flags.eos],
-            tokenizer=None,
-            seed=0,
-            max_logprobs=self.flags.max_logprobs,
-        )
-        self.adapters = _Adapters() if self.flags.max_loras else None
-        self.holds = self.adapters
         layout = PageLayout([PagePart(0, "k", (self.flags.page_size, 8), "uint8")])
         groups = [
             CacheGroup(
@@ -98,64 +93,87 @@ class PacedEngine(Requests):
             layouts = (GroupLayout("full", "full", layout.page_bytes, None, "paced"),)
             print_ = Fingerprint(b"paced" * 6 + b"xx", "uint8", self.flags.page_size, layouts, 0, 1)
             store = open_store(self.flags.store, print_, process=True)
-        self.loop = EngineLoop(self.scheduler, _Pacer(self), Tiers(self.scheduler, mover, store))
-        self._log = None if self.flags.log is None else open(self.flags.log, "wb", buffering=0)  # noqa: SIM115
-
-    def step(self) -> list[Sample]:
-        changed = super().step()
-        if self._log is not None and changed:
-            now = time.monotonic()
-            rows = [(sample.params.seed or 0, len(sample.token_ids), now) for sample in changed]
-            self._log.write(np.array(rows).tobytes())
-        return changed
-
-    def abort(self, samples: Sequence[Sample]) -> list[Sample]:
-        over = super().abort(samples)
-        if self._log is not None and over:
-            now = time.monotonic()
-            self._log.write(np.array([(sample.params.seed or 0, -1, now) for sample in over]).tobytes())
-        return over
+        samples: dict[str, Sample] = {}
+        self.masks = GrammarMasks(self.flags.vocabulary)
+        self.loop = EngineLoop(
+            self.scheduler, _Pacer(self.flags, samples, self.masks), Tiers(self.scheduler, mover, store)
+        )
+        self.requests = _LoggedRequests(
+            self.loop,
+            samples,
+            vocabulary=self.flags.vocabulary,
+            max_model_len=self.flags.max_model_len,
+            eos=[self.flags.eos],
+            tokenizer=None,
+            seeds=random.Random(0),
+            max_logprobs=self.flags.max_logprobs,
+            adapters=_Adapters() if self.flags.max_loras else None,
+            logprobs=self._logprobs,
+        )
+        if self.flags.log is not None:
+            self.requests.log = open(self.flags.log, "wb", buffering=0)  # noqa: SIM115
 
     def close(self) -> None:
-        super().close()
-        if self._log is not None:
-            self._log.close()
-            self._log = None
+        self.requests.close()
+        if self.requests.log is not None:
+            self.requests.log.close()
+            self.requests.log = None
 
-    def _told(self, plan: Plan, event: Any) -> dict[str, Likely]:
-        """Made up, where somebody asked: each token is likely, and its neighbours less so."""
+    def _logprobs(self, plan: Plan, event: StepDone | StepFailed) -> StepLogprobs:
+        """Made up, where a request wants some: each token is likely, and its neighbours less so."""
         found: dict[str, Likely] = {}
+        prompts: dict[str, list[tuple[int, Likely]]] = {}
         if isinstance(event, StepDone):
             for id, token in event.tokens.items():  # type: ignore[union-attr]
-                sample = self.samples.get(id)
+                sample = self.requests.samples.get(id)
                 if sample is None:
                     continue
                 if sample.params.logprobs is not None:
                     found[id] = self._likely(token, sample.params.logprobs)
                 if sample.scores_prompt and not sample.token_ids:
-                    for position in range(1, len(sample.prompt)):
-                        likely = self._likely(int(sample.prompt[position]), sample.params.prompt_logprobs or 0)
-                        sample.learns(position, likely, None)
-        return found
+                    top = sample.params.prompt_logprobs or 0
+                    prompts[id] = [(at, self._likely(int(token), top)) for at, token in enumerate(sample.prompt[1:], 1)]
+        return StepLogprobs(found, prompts)
 
     def _likely(self, token: int, top: int) -> Likely:
-        return {(token + at) % self.vocabulary: (-0.25 - at, at + 1) for at in range(max(1, top))}
+        return {(token + at) % self.flags.vocabulary: (-0.25 - at, at + 1) for at in range(max(1, top))}
+
+
+class _LoggedRequests(RequestTable):
+    """Writes down when samples get their tokens, and when they are dropped."""
+
+    log: FileIO | None = None
+
+    def step(self) -> list[Sample]:
+        changed = super().step()
+        if self.log is not None and changed:
+            now = time.monotonic()
+            rows = [(sample.params.seed or 0, len(sample.token_ids), now) for sample in changed]
+            self.log.write(np.array(rows).tobytes())
+        return changed
+
+    def abort(self, samples: Sequence[Sample]) -> list[Sample]:
+        over = super().abort(samples)
+        if self.log is not None and over:
+            now = time.monotonic()
+            self.log.write(np.array([(sample.params.seed or 0, -1, now) for sample in over]).tobytes())
+        return over
 
 
 class _Pacer:
-    """Runs nothing, in as long as it was told."""
+    """Runs nothing, in the time that flags give a step."""
 
-    def __init__(self, engine: PacedEngine) -> None:
-        self.engine = engine
+    def __init__(self, flags: Any, samples: Mapping[str, Sample], masks: GrammarMasks) -> None:
+        self.flags, self.samples, self.masks = flags, samples, masks
         self._due = 0.0
 
     def execute(self, plan: Plan) -> Sequence[Event]:
-        batch, engine, flags = plan.batch, self.engine, self.engine.flags
+        batch, flags = plan.batch, self.flags
         if not batch.ids:
             return []
         now = time.monotonic()
         for _, id in plan.seated:
-            sample = engine.samples.get(id)
+            sample = self.samples.get(id)
             if sample is not None:
                 sample.seated = sample.seated or now
         fresh = int(batch.lengths[batch.decodes :].sum())
@@ -167,9 +185,9 @@ class _Pacer:
         if flags.fails and plan.step % flags.fails == 0:
             raise RuntimeError("a step that was to fail")
         rows = batch.samples.nonzero()[0].tolist()
-        samples = [engine.samples.get(batch.ids[row]) for row in rows]
+        samples = [self.samples.get(batch.ids[row]) for row in rows]
         index = np.array([0 if sample is None else len(sample.token_ids) for sample in samples])
-        masks = engine.masks(samples, index, lambda: index)
+        masks = self.masks.of(samples, index, lambda: index)
         tokens: dict[str, int] = {}
         for at, (row, sample) in enumerate(zip(rows, samples, strict=True)):
             mask = None if masks is None or sample is None or sample.grammar is None else masks[at]
@@ -177,7 +195,7 @@ class _Pacer:
         return [StepDone(plan.step, tokens)]
 
     def _next(self, sample: Any, mask: Any) -> int:
-        flags = self.engine.flags
+        flags = self.flags
         if sample is None:
             return _PLAIN
         said = sample.token_ids

@@ -65,7 +65,7 @@ def traced(engine: Engine) -> Iterator[dict[str, Ran]]:
             torch.cuda.synchronize(engine.device)  # what was begun before is not in it
         else:
             stack.enter_context(replaced(engine.served, "forward", _marking_attention))
-            stack.enter_context(replaced(engine, "draw", _marking("sampling")))
+            stack.enter_context(replaced(engine.sampler, "sample", _marking("sampling")))
         seen = stack.enter_context(profile(activities=[activity]))
         yield found
     for part, name, seconds in kernels(seen.events()) if cuda else operations(seen.events()):

@@ -127,10 +127,10 @@ class ProfiledSteps:
             )
         begun = rows + -(-rows * asked.input_len // (limit - rows))  # steps in which some decode and others do not yet
         self._answer = begun + 2 * _WARM + asked.num_iters + _TRACED  # tokens, one a step
-        if asked.input_len + max(self._answer, asked.tail_len + 1) > engine.max_model_len:
+        if asked.input_len + max(self._answer, asked.tail_len + 1) > engine.requests.max_model_len:
             raise ValueError(
                 f"--input-len with {self._answer} generated tokens, or with --tail-len, must fit into the context, "
-                f"which is {engine.max_model_len} tokens, got {asked.input_len}"
+                f"which is {engine.requests.max_model_len} tokens, got {asked.input_len}"
             )
 
     def noting(self, begin: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -175,7 +175,7 @@ class ProfiledSteps:
         python = median(worked) if self._cuda else wall - scale * busy
         ran = {name: Ran(each.part, each.calls / count, scale * each.seconds) for name, each in ran.items()}
         size = self._alike(kind)
-        self.engine.abort([sample for sample in self._submitted if sample.finish_reason is None])
+        self.engine.requests.abort([sample for sample in self._submitted if sample.finish_reason is None])
         while self.engine.loop.step().in_flight:
             pass
         return StepProfile(size, wall, python, ran)
@@ -197,17 +197,17 @@ class ProfiledSteps:
         return lambda: [self._submit(prompt, 1) for prompt in self._prompts.some(count, length)]
 
     def _submit(self, prompt: Prompt, tokens: int) -> Sample:
-        (sample,) = self.engine.submit(f"p{len(self._submitted)}", prompt, exactly(tokens, None))
+        (sample,) = self.engine.requests.submit(f"p{len(self._submitted)}", prompt, exactly(tokens, None))
         self._submitted.append(sample)
         return sample
 
     def _step(self, feed: Callable[[], object]) -> None:
         feed()
-        for sample in self.engine.step():
+        for sample in self.engine.requests.step():
             if sample.finish_reason == "error":
                 raise RuntimeError(f"a request failed: {sample.error}")
         self.stop_if_asked()
-        self.engine.rest(1.0)
+        self.engine.requests.rest(1.0)
 
     def _alike(self, kind: str) -> ProfiledSize:
         """What the steps were. An error if one was of another kind: then figures would not be what they say."""

@@ -75,21 +75,21 @@ def run(
     """All prompts at once, each with exactly so many tokens for an answer. `salt` keeps them apart from other runs;
     `bar` is told of every request that ends."""
     for prompt, output in zip(prompts, outputs, strict=True):
-        if len(prompt) + output > engine.max_model_len:
+        if len(prompt) + output > engine.requests.max_model_len:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens and an answer of {output} must fit into the context, which is "
-                f"{engine.max_model_len} tokens"
+                f"{engine.requests.max_model_len} tokens"
             )
     begin = time.perf_counter()
     samples = [
-        engine.submit(str(at), prompt, exactly(output, salt))[0]
+        engine.requests.submit(str(at), prompt, exactly(output, salt))[0]
         for at, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
     ]
     times: dict[str, list[float]] = {sample.id: [] for sample in samples}
     left = len(samples)
     with interrupts() as stop_if_asked:
         while left:
-            changed = engine.step()
+            changed = engine.requests.step()
             now = time.perf_counter() - begin
             for sample in changed:
                 if sample.finish_reason == "error":
@@ -101,9 +101,9 @@ def run(
                     if bar is not None:
                         bar.update(1)
             stop_if_asked()
-            engine.rest(1.0)
+            engine.requests.rest(1.0)
     seconds = time.perf_counter() - begin
-    return TimedRun(seconds, [Timed(times[sample.id], sample.cached) for sample in samples])
+    return TimedRun(seconds, [Timed(times[sample.id], sample.cache.cached) for sample in samples])
 
 
 @contextmanager
@@ -144,7 +144,7 @@ class Prompts:
 
     def __init__(self, engine: Engine, seed: int) -> None:
         self._random = np.random.default_rng(seed)
-        self._vocabulary = engine.vocabulary
+        self._vocabulary = engine.requests.vocabulary
 
     def some(self, count: int, length: int) -> list[Prompt]:
         return list(self._random.integers(0, self._vocabulary, (count, length), np.int32))
@@ -156,11 +156,11 @@ class Prompts:
 def settle(engine: Engine) -> None:
     """Until everything that is to be saved or backed up has been."""
     while True:
-        engine.step()
+        engine.requests.step()
         store = engine.scheduler.stats()["store"]
         if not engine.loop.tiers.busy and not any(store[name] for name in ("looking", "fetching", "backing", "owed")):
             return
-        engine.rest(1.0)
+        engine.requests.rest(1.0)
 
 
 def progress(total: int, what: str, wanted: bool) -> Any:

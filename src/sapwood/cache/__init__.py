@@ -3,7 +3,6 @@
 from .admission import Reserve
 from .begins import NEAR_TOKENS
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from .explain import Explanation
 from .facade import HybridPrefixCache
 from .families import Family, register_family
 from .group import CacheGroup, validate_groups, whole_number
@@ -11,6 +10,7 @@ from .held import held_events
 from .host_pins import PinnedOnHost
 from .lease import Binding, Lease, Match, PageCopy, Span
 from .load import Landed
+from .match import Explanation
 from .namespace import Namespace
 from .pool import PoolError
 from .publish import Replaced

@@ -8,37 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .match import Matcher
+from .match import Explanation, Matcher
 from .namespace import Namespace
 from .node import Root
 from .path import Path, agree
 from .tree import Tree
 
 _BESIDE = 64  # how many of the most recent siblings the nearest is looked for among
-
-
-class Explanation(NamedTuple):
-    """What the cache would serve a prompt, and why it is not more.
-
-    reason    hit           all that could be cached is, or nobody has sent more of this prompt before
-              short         the prompt has no whole page
-              empty         nothing is cached in this namespace
-              diverged      other tokens follow at `position`
-              evicted       it was cached, and had to make room at step `since`
-              no_snapshot   a recurrent group has no snapshot so deep
-              window_gone   a window group has lost pages it would need so deep
-              off           the prefix cache is switched off
-              other_namespace   another adapter, salt or version has more of it (told to an administrator only)
-    position  the first token that has to be computed, or the first that differs (`diverged`)
-    cached    tokens that would be served: whole pages, and the first tokens of one more that would be copied (copy on
-              write inside a page). As `Match.cached`, without what is only promised
-    """
-
-    reason: str
-    position: int
-    cached: int
-    since: int | None
-    detail: str
 
 
 def explain(

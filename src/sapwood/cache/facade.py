@@ -21,14 +21,13 @@ from .admission import NOTHING_KEPT, Admission, Reserve
 from .checkpoints import Checkpoints
 from .detach import detach_namespace
 from .events import AllBlocksCleared, KVEvent
-from .explain import Explanation
 from .follow import Follower
 from .group import DEVICE, HOST, TIERS, CacheGroup, validate_groups, whole_number
 from .hashes import chain
 from .host_pins import HostPins, PinnedOnHost
 from .lease import Binding, Lease, Match, PageCopy, Span
 from .load import Landed, Loads
-from .match import Matcher
+from .match import Explanation, Matcher
 from .namespace import Namespace
 from .outline import outline
 from .page_ids import Ids, runs
@@ -673,12 +672,10 @@ class HybridPrefixCache:
         """A request counts once: not again when it comes back after a retraction."""
         if match.binding.prompt:
             return
-        reason = match.reason
-        if len(self._tree.ghosts):
-            reason = self._matcher.refine(match)
-        lease.reason = reason
-        match.binding.prompt = lease.length
-        self._add(lease, 1, reason)
+        found = self._matcher.found(match)
+        lease.reason = found.reason
+        match.binding.prompt, match.binding.found = lease.length, found
+        self._add(lease, 1, found.reason)
 
     def _uncount(self, lease: Lease) -> None:
         """What it was to be served did not come: its next admission counts instead."""

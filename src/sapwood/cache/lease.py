@@ -23,6 +23,7 @@ from .path import Path
 from .readers import read, unread
 
 if TYPE_CHECKING:
+    from .match import Explanation
     from .node import Node, Root
     from .transfer import Transfer
     from .tree import Tree
@@ -36,13 +37,14 @@ _NEVER = 1 << 62  # while it is loading
 class Binding:
     """A request's tie to a namespace as it was when the request came. Frozen; ends with `unbind`."""
 
-    __slots__ = ("_root", "cache", "live", "prompt", "reached")
+    __slots__ = ("_root", "cache", "found", "live", "prompt", "reached")
 
     def __init__(self, root: Root, cache: object) -> None:
         self._root = root
         self.cache = cache
         self.live = True
         self.prompt = 0  # tokens of its prompt, once it is in the statistics
+        self.found: Explanation | None = None  # by the admission that the statistics count
         self.reached = 0  # the furthest position it is known to have computed: nothing before it can be a hit any more
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import islice
+from typing import NamedTuple
 
 from .ghosts import crc_at
 from .group import DEVICE
@@ -14,6 +15,30 @@ from .tree import Tree
 _new = tuple.__new__  # a Match in a third of the time
 _NEAR_PAGES = 8  # pages: who branches where a chat went on starts from a snapshot so far before it
 _SIBLINGS = 4  # how many of the most recent siblings a copy on write looks at
+
+
+class Explanation(NamedTuple):
+    """What the cache would serve a prompt, and why it is not more.
+
+    reason    hit           all that could be cached is, or nobody has sent more of this prompt before
+              short         the prompt has no whole page
+              empty         nothing is cached in this namespace
+              diverged      other tokens follow at `position`
+              evicted       it was cached, and had to make room at step `since`
+              no_snapshot   a recurrent group has no snapshot so deep
+              window_gone   a window group has lost pages it would need so deep
+              off           the prefix cache is switched off
+              other_namespace   another adapter, salt or version has more of it (told to an administrator only)
+    position  the first token that has to be computed, or the first that differs (`diverged`)
+    cached    tokens that would be served: whole pages, and the first tokens of one more that would be copied (copy on
+              write inside a page). As `Match.cached`, without what is only promised
+    """
+
+    reason: str
+    position: int
+    cached: int
+    since: int | None
+    detail: str
 
 
 class Matcher:
@@ -192,7 +217,33 @@ class Matcher:
         """How many pages of a prompt of `length` tokens could be served at best."""
         return (length - 1) // self.tree.page_size if self.tree.slots else length // self.tree.page_size
 
-    def refine(self, match: Match) -> str:
+    def found(self, match: Match) -> Explanation:
+        """What admission finds of a prompt, in numbers: the answer that a request keeps and the statistics count."""
+        boundary = match.boundary
+        for node in match.path.nodes:
+            for promise in node.promised or ():
+                boundary = min(boundary, promise.low)
+        real = match.start if boundary == match.boundary else boundary * self.tree.page_size
+        reason = self._refined(match)
+        position = match.start
+        if reason == "diverged" and match.sibling is None:
+            position = self._parts_at(match)
+        return Explanation(reason, position, real, None, "")
+
+    def _parts_at(self, match: Match) -> int:
+        """The first token at which a prompt differs from the most similar of the last pages beside it."""
+        tree, path = self.tree, match.path
+        offset, size = path.depth * tree.page_bytes, tree.page_bytes
+        last = path.nodes[-1] if path.nodes else path.root.top
+        if last.end > path.depth:
+            beside = [(last, path.depth - last.start)]
+        else:
+            beside = [(child, 0) for child in islice(reversed(last.children.values()), _SIBLINGS)]
+        pages = (node.edge[at * size : (at + 1) * size] for node, at in beside)
+        same = max((agree(page, match.tokens, offset, 4) for page in pages), default=0)
+        return path.depth * tree.page_size + same
+
+    def _refined(self, match: Match) -> str:
         """The reason of a match, with the ghosts asked."""
         tree = self.tree
         reason = match.reason

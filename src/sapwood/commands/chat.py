@@ -1,20 +1,23 @@
-"""`sapwood chat`: a conversation with a running server, in the terminal or through a pipe. It is there at once, because
-it needs the standard library only."""
+"""`sapwood chat`: a conversation with a running server, in the terminal or through a pipe. It needs only the standard
+library, so it starts at once."""
 
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import os
 import signal
+import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from typing import Any, TextIO
+from urllib.parse import urlsplit
 
-from .chat_client import RequestRefused, Server, Trouble
+from sapwood import __version__
 
 _HELP = """\
 /help         this
@@ -24,8 +27,9 @@ _HELP = """\
 /quit         end; Ctrl-D does too
 Ctrl-C stops an answer. A line that begins with a space is no command.
 """
+_MOST_ANSWER_BYTES = 64 << 20  # of an answer that is not streamed, and of a line of one that is
 _TIERS = ("device", "host", "store", "shared")
-# A model may say anything, also what moves a terminal's cursor or changes its title: only newlines and tabs get there.
+# A model may write control characters that move a terminal's cursor or change its title: only newlines and tabs pass.
 _CONTROLS = {code: None for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
 
 
@@ -87,20 +91,20 @@ def _number(kind: Callable[[str], float], low: float, high: float) -> Callable[[
         except ValueError:
             value = low - 1
         if not low <= value <= high:
-            what = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"must be {what} from {low} to {high}, got {text!r:.60}")
+            noun = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"must be {noun} from {low} to {high}, got {text!r:.60}")
         return value
 
     return checked
 
 
 def _lines(welcome: str) -> Iterator[str]:
-    """What the user types, or what comes through a pipe."""
+    """The lines that the user types, or those of a pipe."""
     if not sys.stdin.isatty():
         yield from sys.stdin
         return
     with suppress(ModuleNotFoundError):
-        import readline  # noqa: F401  # makes what `input` reads a line that can be edited
+        import readline  # noqa: F401  # makes the lines of `input` editable
     sys.stdout.write(welcome)
     while True:
         try:
@@ -113,7 +117,7 @@ def _lines(welcome: str) -> Iterator[str]:
 
 
 class Screen:
-    """Where answers go. What is beside the point is dim on a terminal."""
+    """Where answers go. Figures and reasoning are dim on a terminal."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -135,7 +139,7 @@ class Chat:
         self._server = server
         self._screen = screen
         self._system = system
-        self._said: list[dict[str, str]] = []
+        self._turns: list[dict[str, str]] = []
         self._fields = {
             "model": model,
             **sampling,
@@ -151,7 +155,7 @@ class Chat:
         }
 
     def run(self, lines: Iterable[str]) -> int:
-        """Until there are no more lines, or one says /quit. How many turns failed."""
+        """Run until the last line or /quit. Returns how many turns failed."""
         failed = 0
         for line in lines:
             command, _, rest = line.strip().partition(" ")
@@ -173,10 +177,10 @@ class Chat:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        return [{"role": "system", "content": self._system}, *self._said] if self._system else self._said
+        return [{"role": "system", "content": self._system}, *self._turns] if self._system else self._turns
 
     def _turn(self, text: str) -> None:
-        """An answer that was stopped or broken off stays in the conversation as far as it came."""
+        """One question and its answer. An answer that was stopped stays in the conversation as far as it came."""
         if not text:
             return
         asked = {"role": "user", "content": text.encode("utf-8", "replace").decode()}
@@ -188,7 +192,7 @@ class Chat:
             raise
         finally:
             if answer.text:
-                self._said += [asked, {"role": "assistant", "content": answer.text}]
+                self._turns += [asked, {"role": "assistant", "content": answer.text}]
         self._screen.whisper(f"\n{answer.report()}\n")
 
     def _listen(self, asked: Mapping[str, Any], answer: ShownAnswer) -> None:
@@ -203,7 +207,7 @@ class Chat:
             self._listen({name: value for name, value in asked.items() if name != "cache_report"}, answer)
 
     def _reset(self, _: str) -> None:
-        self._said = []
+        self._turns = []
         self._screen.say("forgotten\n")
 
     def _change_system(self, text: str) -> None:
@@ -225,7 +229,7 @@ class Chat:
 
 
 class ShownAnswer:
-    """One answer while it arrives, shown as it does."""
+    """One answer, shown while it arrives."""
 
     def __init__(self, screen: Screen) -> None:
         self.text = ""
@@ -244,15 +248,16 @@ class ShownAnswer:
         self._cache = _object(event, "cache") or self._cache
         choices = event.get("choices") or [{}]
         delta = _object(choices[0], "delta") if isinstance(choices, list) else {}
-        thought, said = (_text(delta, "reasoning_content") or _text(delta, "reasoning")), _text(delta, "content")
-        if thought or said:
+        reasoning = _text(delta, "reasoning_content") or _text(delta, "reasoning")
+        content = _text(delta, "content")
+        if reasoning or content:
             self._last = time.perf_counter()
             self._first = self._first or self._last
-        if thought:
-            self._screen.whisper(thought)
-        if said:
-            self.text += said
-            self._screen.say(said)
+        if reasoning:
+            self._screen.whisper(reasoning)
+        if content:
+            self.text += content
+            self._screen.say(content)
 
     def report(self) -> str:
         """Such as: 42 of 51 prompt tokens cached (device 42), first token 0.12 s, 31 tokens at 45/s"""
@@ -280,3 +285,115 @@ def _text(event: Mapping[str, Any], name: str) -> str:
 def _count(event: Mapping[str, Any], name: str) -> int:
     found = event.get(name)
     return found if isinstance(found, int) else 0
+
+
+# ---- the server
+
+
+class Trouble(Exception):
+    """An error that the user sees as it is."""
+
+
+class RequestRefused(Trouble):
+    """The server answers with an error."""
+
+    def __init__(self, status: int, message: str) -> None:
+        hint = ": --api-key or OPENAI_API_KEY must have a key of this server" if status in (401, 403) else ""
+        super().__init__(f"the server refuses with status {status}: {message}{hint}")
+        self.status = status
+        self.message = message
+
+
+class Server:
+    """A server that speaks OpenAI's HTTP. One request at a time, each on a connection of its own; closing it stops the
+    answer."""
+
+    def __init__(self, url: str, key: str | None, timeout: float, insecure: bool = False) -> None:
+        """ValueError if `url` is no address of a server, or the key cannot be sent."""
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        try:
+            port = parts.port
+        except ValueError:
+            port = 0
+        if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+            raise ValueError(f"--url must be like http://127.0.0.1:8000, got {url!r:.60}")
+        if key is not None and not (key.isascii() and key.isprintable()):
+            raise ValueError("the API key must be printable ASCII")
+        self.url = url
+        self._host, self._port = parts.hostname, port
+        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
+        self._timeout = timeout
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        if self._tls is not None and insecure:
+            self._tls.check_hostname, self._tls.verify_mode = False, ssl.CERT_NONE
+        self._headers = {"Content-Type": "application/json", "User-Agent": f"sapwood/{__version__}"}
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
+
+    def first_model(self) -> str:
+        with self._opened("GET", "/v1/models", None) as response:
+            try:
+                return str(json.loads(response.read(_MOST_ANSWER_BYTES))["data"][0]["id"])
+            except (ValueError, LookupError, TypeError):
+                raise Trouble(f"{self.url} lists no model: --model must name one") from None
+
+    def stream(self, asked: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
+        """The events of an answer. Closing this stops the answer."""
+        with self._opened("POST", "/v1/chat/completions", json.dumps(asked).encode()) as response:
+            while line := response.readline(_MOST_ANSWER_BYTES):
+                if not line.startswith(b"data:"):
+                    continue  # a comment that keeps the connection alive, or the empty line behind an event
+                data = line[5:].strip()
+                if data == b"[DONE]":
+                    return
+                try:
+                    event = json.loads(data)
+                except (ValueError, RecursionError):
+                    event = None
+                if not isinstance(event, dict):
+                    raise Trouble(f"the server says what is no event: {data!r:.60}")
+                if event.get("error") is not None:
+                    raise Trouble(f"the server says: {_message_of(event)}")
+                yield event
+            raise Trouble("the server broke off in the middle of the answer")
+
+    @contextmanager
+    def _opened(self, method: str, path: str, body: bytes | None) -> Iterator[http.client.HTTPResponse]:
+        connection: http.client.HTTPConnection
+        if self._tls is None:
+            connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout)
+        else:
+            connection = http.client.HTTPSConnection(self._host, self._port, timeout=self._timeout, context=self._tls)
+        response = None
+        try:
+            try:
+                connection.connect()
+            except OSError as error:
+                message = f"no server answers at {self.url} ({error}): start one with `sapwood serve`"
+                raise Trouble(message) from None
+            connection.request(method, self._prefix + path, body, self._headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise RequestRefused(response.status, _message_of(response.read(_MOST_ANSWER_BYTES)))
+            yield response
+        except TimeoutError:
+            raise Trouble(f"the server says nothing for {self._timeout:g} s") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise Trouble(f"the server broke off ({error or type(error).__name__})") from None
+        finally:
+            if response is not None:
+                response.close()
+            connection.close()
+
+
+def _message_of(error: Any) -> str:
+    """The message of an error in OpenAI's form, in one line."""
+    if isinstance(error, bytes):
+        try:
+            error = json.loads(error)
+        except (ValueError, RecursionError):
+            error = error.decode("utf-8", "replace")
+    for name in ("error", "message", "detail"):
+        if isinstance(error, dict) and name in error:
+            error = error[name]
+    return " ".join(str(error).split())[:500]

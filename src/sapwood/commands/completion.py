@@ -1,5 +1,5 @@
-"""`sapwood completion bash|zsh|fish`: a script for that shell, made from the parsers of all commands. Nothing of ours
-runs when somebody presses Tab."""
+"""`sapwood completion bash|zsh|fish`: a script for that shell, made from the parsers of all commands. Sapwood itself
+does not run when a user presses Tab."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ put it where your shell looks for it:
 
 
 class Word(NamedTuple):
-    """Something to complete: a command or an option."""
+    """A command or an option to complete."""
 
     name: str
     help: str
@@ -25,7 +25,7 @@ class Word(NamedTuple):
     takes_value: bool = False
 
 
-Tree = dict[str, list[Word]]  # "" or " serve" or " bench latency": what may come behind these words
+Tree = dict[str, list[Word]]  # by the words before, such as "", " serve" or " bench latency"
 
 
 def main(arguments: Sequence[str], parsers: Mapping[str, argparse.ArgumentParser]) -> int:
@@ -64,8 +64,8 @@ def _add(found: Tree, path: str, parser: argparse.ArgumentParser) -> None:
             takes = action.nargs != 0
             words += [Word(name, help, choices, takes) for name in action.option_strings]
         elif isinstance(action, argparse._SubParsersAction):
-            said = {each.dest: each.help or "" for each in action._choices_actions}
-            words += [Word(name, said.get(name, "")) for name in choices]
+            helps = {each.dest: each.help or "" for each in action._choices_actions}
+            words += [Word(name, helps.get(name, "")) for name in choices]
             for name, each in action.choices.items():
                 _add(found, f"{path} {name}", each)
         else:
@@ -73,11 +73,11 @@ def _add(found: Tree, path: str, parser: argparse.ArgumentParser) -> None:
 
 
 def _help_of(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
-    said = " ".join(parser._get_formatter()._expand_help(action).split()) if action.help else ""
-    return said if len(said) <= 80 else said[:77] + "..."
+    help = " ".join(parser._get_formatter()._expand_help(action).split()) if action.help else ""
+    return help if len(help) <= 80 else help[:77] + "..."
 
 
-# ---- the shells: each finds the command that the words before the cursor are in, then what may come behind it
+# ---- the shells: each script finds the command that the words before the cursor belong to, then the words after it
 
 
 def bash(tree: Tree) -> str:
@@ -149,15 +149,15 @@ end
 
 def _fish_line(at: str, word: Word) -> str:
     if not word.name.startswith("-"):
-        what = f"-f -a {word.name}"
+        flags = f"-f -a {word.name}"
     elif not word.name.startswith("--"):
-        what = f"-s {word.name[1:]}"
+        flags = f"-s {word.name[1:]}"
     elif word.values:
-        what = f"-l {word.name[2:]} -x -a {_quoted(' '.join(word.values))}"
+        flags = f"-l {word.name[2:]} -x -a {_quoted(' '.join(word.values))}"
     else:
-        what = f"-l {word.name[2:]}" + (" -r" if word.takes_value else "")
+        flags = f"-l {word.name[2:]}" + (" -r" if word.takes_value else "")
     help = word.help.replace("\\", "\\\\").replace("'", "\\'")
-    return f"complete -c sapwood -n '__sapwood_at \"{at}\"' {what} -d '{help}'"
+    return f"complete -c sapwood -n '__sapwood_at \"{at}\"' {flags} -d '{help}'"
 
 
 def _options(tree: Tree) -> tuple[dict[str, tuple[str, ...]], list[str]]:
@@ -171,7 +171,7 @@ def _names(words: Sequence[Word]) -> str:
 
 
 def _any(patterns: Iterable[str]) -> str:
-    """What a shell's `case` takes for any of these."""
+    """A pattern of a shell's `case` for any of these."""
     return "|".join(map(_quoted, patterns)) or "''"
 
 

@@ -144,14 +144,14 @@ class LLM:
             for _ in self._run(jobs, None):
                 yield self._output(jobs[0])
         finally:
-            self.engine.abort(jobs[0].samples)
+            self.engine.requests.abort(jobs[0].samples)
 
     def explain(self, prompt: Prompt, cache_salt: str | None = None) -> Any:
         """How much of a prompt is cached now, and why no more."""
         from sapwood.cache import Namespace
 
         _, ids = self._tokens(prompt)
-        return self.engine.scheduler.cache.explain(Namespace(None, cache_salt, self.engine.version), ids)
+        return self.engine.scheduler.cache.explain(Namespace(None, cache_salt, self.engine.requests.version), ids)
 
     def stats(self) -> dict[str, Any]:
         """What the scheduler, the cache and the tiers have done."""
@@ -163,9 +163,9 @@ class LLM:
         again."""
         engine = self.engine
         engine.begin_update(read_update(engine.served.model, path), abort)
-        while engine.updating:
-            engine.step()
-            engine.rest(1.0)
+        while engine.requests.updating:
+            engine.requests.step()
+            engine.requests.rest(1.0)
 
     # ---- inside
 
@@ -181,11 +181,11 @@ class LLM:
                 if isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None:
                     wanted = replace(wanted, cache_salt=prompt["cache_salt"])
                 id = str(next(self._numbers))
-                samples = self.engine.submit(id, ids, wanted, self._adapter(adapter))
+                samples = self.engine.requests.submit(id, ids, wanted, self._adapter(adapter))
                 jobs.append(_PromptJob(id, text, ids, samples, adapter))
         except BaseException:
             for job in jobs:
-                self.engine.abort(job.samples)
+                self.engine.requests.abort(job.samples)
             raise
         return jobs
 
@@ -219,7 +219,7 @@ class LLM:
         told = {job.id: 0 for job in jobs}
         try:
             while running:
-                self.engine.step()
+                self.engine.requests.step()
                 grown = {job.id: job.tokens for job in running}
                 still = [job for job in running if not job.over]
                 if shown is not None:
@@ -228,25 +228,23 @@ class LLM:
                     yield
                 told |= grown
                 running = still
-                self.engine.rest(1.0)
+                self.engine.requests.rest(1.0)
         except KeyboardInterrupt:
             for job in jobs:
-                self.engine.abort(job.samples)
+                self.engine.requests.abort(job.samples)
             raise
 
     def _output(self, job: _PromptJob) -> RequestOutput:
         first = job.samples[0]
-        miss = None  # also where a store or a neighbour had more than was here when it came
-        if first.miss.reason != "hit" and first.cached <= first.miss.position:
-            miss = Miss(first.miss.reason, first.miss.position)
+        cache = first.cache
         return RequestOutput(
             job.id,
             job.prompt,
             job.ids,
             [_completion(sample) for sample in job.samples],
             job.over,
-            first.cached,
-            miss,
+            cache.cached,
+            Miss(cache.reason, cache.position) if cache.missed else None,
             job.lora,
             list(first.prompt_logprobs) if first.scores_prompt else None,
             next((sample.error for sample in job.samples if sample.error), None),

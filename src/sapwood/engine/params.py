@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from sapwood.cache import Namespace, whole_number
 
+Likely = dict[int, tuple[float, int]]  # token -> log-probability, and its rank from 1
 GREEDY = 1e-5  # temperatures below take the likeliest token
 MOST_LOGPROBS = 1024  # that any engine tells of a token; each says itself how many it does
 MOST_STOPS = 32  # strings, and as many tokens

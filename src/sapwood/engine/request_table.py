@@ -1,12 +1,12 @@
-"""Requests of one engine as they come and go: checked, handed to the scheduler, and told token by token. No torch here:
-whatever runs the batches, requests are served alike.
+"""Requests of one engine as they come and go: checked, handed to the scheduler, and given their tokens step by step. No
+torch here: whatever runs the batches, requests are served alike.
 
     submit(id, tokens, params) --> Samples --> EngineLoop --> step: the samples that got a token or ended
 
 A request of n samples is n requests to the scheduler, whose prompt is computed once.
 
-While weights are being changed, whoever runs goes on under the old ones, and whoever has not begun waits here; when
-nobody runs any more, weights and version change, and those that waited are bound to the new version.
+While weights are being changed, samples that run go on under the old ones, and samples that have not begun wait here.
+When none runs any more, weights and version change, and those that waited are bound to the new version.
 """
 
 from __future__ import annotations
@@ -20,43 +20,52 @@ import numpy as np
 import numpy.typing as npt
 
 from sapwood.cache import Namespace
-from sapwood.scheduler import Abort, Ended, Finish, Plan, Refused, RequestSpec, Scheduler, StepDone
+from sapwood.scheduler import Abort, Ended, Finish, Plan, Refused, RequestSpec, StepDone, StepFailed
 
 from .detokenize import Detokenizer
 from .loop import EngineLoop
-from .params import SamplingParams
-from .samples import Grammar, Likely, Sample
+from .params import Likely, SamplingParams
+from .samples import Grammar, Sample, StepLogprobs
 from .stops import TextStream, bad_word_tokens
 
-# Writes what each grammar allows into its row of masks: one after the other, or all at once where grammars can.
-Fill = Callable[[Sequence[Any], npt.NDArray[np.int32], Sequence[int]], None]
+NO_LOGPROBS = StepLogprobs({}, {})
+LogprobsOf = Callable[[Plan, StepDone | StepFailed], StepLogprobs]
 
 
-class Holds(Protocol):
-    """Adapters, as far as requests need them: one that is in use stays."""
+class LoadedAdapters(Protocol):
+    """Adapters, as far as requests need them: by name, and one that is in use stays."""
+
+    def names(self) -> dict[str, bytes]: ...
 
     def hold(self, digest: bytes) -> None: ...
 
     def release(self, digest: bytes) -> None: ...
 
 
-class Requests:
-    """All of it is called by one thread, but for `wake`. Whoever inherits sets `scheduler` and `loop`."""
+class RequestTable:
+    """All of it is called by one thread, but for `wake`."""
 
-    scheduler: Scheduler
-    loop: EngineLoop
     closes_within = 5.0  # seconds for what a store is owed
 
     def __init__(
         self,
+        loop: EngineLoop,
+        samples: dict[str, Sample],
         *,
         vocabulary: int,
         max_model_len: int,
         eos: Sequence[int],
         tokenizer: Any,
-        seed: int,
+        seeds: random.Random,
         max_logprobs: int = 20,
+        adapters: LoadedAdapters | None = None,
+        logprobs: LogprobsOf = lambda plan, event: NO_LOGPROBS,
     ) -> None:
+        """`samples`: those that the scheduler has, by id; what runs its batches looks there too. `logprobs`: what a
+        plan that is over found of log-probabilities."""
+        self.loop = loop
+        self.scheduler = loop.scheduler
+        self.samples = samples
         self.vocabulary = vocabulary
         self.max_model_len = max_model_len
         self.max_logprobs = max_logprobs
@@ -64,11 +73,10 @@ class Requests:
         self.tokenizer = tokenizer
         self.detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self.version = 0
-        self.samples: dict[str, Sample] = {}  # those that the scheduler has
         self.held: list[Sample] = []  # those that wait for new weights
-        self.holds: Holds | None = None
-        self.seeds = random.Random(seed)
-        self.fill: Fill = _one_by_one
+        self.adapters = adapters
+        self.seeds = seeds
+        self._logprobs = logprobs
         self._change: Callable[[int], int] | None = None
 
     # ---- in
@@ -95,7 +103,6 @@ class Requests:
         eos = () if params.ignore_eos else self.eos
         stops = tuple(dict.fromkeys((*eos, *(params.stop_token_ids or ()))))
         namespace = Namespace(adapter, params.cache_salt, self.version)
-        miss = self.scheduler.cache.explain(namespace, ids)
         words = (*bad_words, *(bad_word_tokens(self.tokenizer, params) if params.bad_words else ()))
         least, texts = min(params.min_tokens, most), self.detokenizer if params.detokenize else None
         samples = []
@@ -104,7 +111,7 @@ class Requests:
             stream = None if texts is None else TextStream(texts, params, ids[-16:].tolist())
             grammar = grammars[index] if grammars else None
             spec = RequestSpec(name, ids, most, namespace, params.priority, stops, least, reads_cache, writes_cache)
-            sample = Sample(spec, id, index, ids, params, stops, words, stream, miss, grammar)
+            sample = Sample(spec, id, index, ids, params, stops, words, stream, grammar)
             if sample.scores_prompt:  # what is cached has no logits
                 sample.spec = replace(spec, reads_cache=False)
                 sample.prompt_logprobs = [None] * len(ids)  # nothing is known of the first
@@ -113,9 +120,9 @@ class Requests:
             self.held += samples
         else:
             self._enter(samples)
-        if self.holds is not None and adapter is not None:
+        if self.adapters is not None and adapter is not None:
             for _ in samples:
-                self.holds.hold(adapter)
+                self.adapters.hold(adapter)
         return samples
 
     def _checked(self, id: str, tokens: Any, params: SamplingParams) -> npt.NDArray[np.int32]:
@@ -150,7 +157,7 @@ class Requests:
     # ---- out
 
     def abort(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Nobody wants these any more. Returns those that ended by it."""
+        """These samples are not wanted any more. Returns those that ended by it."""
         waited = [sample for sample in samples if sample in self.held]
         self.held = [sample for sample in self.held if sample not in waited]
         over = self._end(self.loop.tell([Abort(sample.id) for sample in samples if sample.id in self.samples]))
@@ -159,7 +166,7 @@ class Requests:
         return over + waited
 
     def finish(self, samples: Sequence[Sample]) -> list[Sample]:
-        """What these have said is all that was wanted: a stop string was found elsewhere. Returns those that ended."""
+        """These samples have all that was wanted: a stop string was found elsewhere. Returns those that ended."""
         return self._end(self.loop.tell([Finish(sample.id) for sample in samples if sample.id in self.samples]))
 
     def step(self) -> list[Sample]:
@@ -170,14 +177,14 @@ class Requests:
         for plan, event in step.done:
             if isinstance(event, StepDone) and len(plan.batch.ids) > plan.batch.decodes:
                 self._note_cached(plan)
-        told = {id: likely for plan, event in step.done for id, likely in self._told(plan, event).items()}
+        likely = {id: each for plan, event in step.done for id, each in self._note_logprobs(plan, event).items()}
         changed: dict[str, Sample] = {}
         stopped: list[Sample] = []
         for id, token in step.tokens().items():
             sample = self.samples.get(id)
             if sample is not None:
                 changed[id] = sample
-                if sample.takes(token, told.get(id), self.tokenizer):
+                if sample.takes(token, likely.get(id), self.tokenizer):
                     stopped.append(sample)
         ended = [*step.ended]
         over = {end.id for end in ended}
@@ -194,12 +201,19 @@ class Requests:
         for row in range(batch.decodes, len(batch.ids)):
             sample = self.samples.get(batch.ids[row])
             if sample is not None and batch.samples[row] and not sample.token_ids:
-                sample.cached = int(batch.cached[row])
-                sample.loaded, sample.fetched = self.scheduler.brought(sample.id)
+                loaded, fetched = self.scheduler.brought(sample.id)
+                sample.served(int(batch.cached[row]), loaded, fetched, self.scheduler.found(sample.id))
 
-    def _told(self, plan: Plan, event: Any) -> Mapping[str, Likely]:
-        """What a plan that is done tells of log-probabilities, by sample."""
-        return {}
+    def _note_logprobs(self, plan: Plan, event: StepDone | StepFailed) -> Mapping[str, Likely]:
+        """Those of new tokens, by sample. Those of prompts are noted."""
+        found = self._logprobs(plan, event)
+        if isinstance(event, StepDone):
+            for id, scores in found.prompts.items():
+                sample = self.samples.get(id)
+                if sample is not None:
+                    for position, likely in scores:
+                        sample.learns(position, likely, self.tokenizer)
+        return found.tokens
 
     def rest(self, timeout: float | None = None) -> None:
         self.loop.rest(timeout)
@@ -219,19 +233,19 @@ class Requests:
 
     def _over(self, sample: Sample, end: Ended) -> None:
         sample.ends(end, self.eos)
-        if sample.spec.namespace.adapter is not None and self.holds is not None:
-            self.holds.release(sample.spec.namespace.adapter)
+        if sample.spec.namespace.adapter is not None and self.adapters is not None:
+            self.adapters.release(sample.spec.namespace.adapter)
 
     def close(self) -> None:
-        """Abort who is left, and write back what a store is owed."""
+        """Abort the samples that are left, and write back what a store is owed."""
         self.abort(self.held)
         self._end(self.loop.close(self.closes_within))
 
     # ---- other weights
 
     def begin_change(self, change: Callable[[int], int], abort: bool = False) -> None:
-        """Call `change`, which gives the version after the one it is told, as soon as nobody runs; `abort` ends those
-        that do. Whoever has not begun waits."""
+        """Call `change`, which gets the version and returns the next one, as soon as no sample runs; `abort` ends those
+        that do. Samples that have not begun wait."""
         if self._change is not None:
             raise RuntimeError("weights are being changed already: wait until that is over")
         self._change = change
@@ -252,7 +266,7 @@ class Requests:
         try:
             self.version = change(self.version)
         except BaseException:
-            self.version = self.seeds.getrandbits(62)  # nobody knows what they are: share nothing
+            self.version = self.seeds.getrandbits(62)  # they may be anything: share nothing
             raise
         finally:
             self.scheduler.flush()  # what the old weights have computed matches nothing any more
@@ -260,40 +274,4 @@ class Requests:
             for sample in held:
                 namespace = replace(sample.spec.namespace, version=self.version)
                 sample.spec = replace(sample.spec, namespace=namespace)
-                sample.miss = self.scheduler.cache.explain(namespace, sample.prompt)
                 self._enter([sample])
-
-    # ---- what an executor asks
-
-    def masks(
-        self, samples: Sequence[Sample | None], index: npt.NDArray[Any], newest: Callable[[], npt.NDArray[Any]]
-    ) -> npt.NDArray[np.int32] | None:
-        """What the grammars of these rows allow for the token at `index`. The forward of this step runs meanwhile, and
-        the token of the last one may be known to the device alone: `newest` asks it."""
-        bound = [
-            (row, sample, sample.grammar)
-            for row, sample in enumerate(samples)
-            if sample is not None and sample.grammar is not None
-        ]
-        if not bound:
-            return None
-        masks = np.full((len(samples), -(-self.vocabulary // 32)), -1, np.int32)
-        last: npt.NDArray[Any] | None = None
-        for row, sample, grammar in bound:
-            due = int(index[row])
-            if sample.fed > due:  # a step that failed is tried again
-                grammar.rollback(sample.fed - due)
-                sample.fed = due
-            for at in range(sample.fed, due):
-                if at >= len(sample.token_ids) and last is None:
-                    last = newest()
-                grammar.accept(sample.token_ids[at] if at < len(sample.token_ids) else int(last[row]))  # type: ignore[index]
-            sample.fed = due
-        self.fill([grammar for _, _, grammar in bound], masks, [row for row, _, _ in bound])
-        return masks
-
-
-def _one_by_one(grammars: Sequence[Grammar], masks: npt.NDArray[np.int32], rows: Sequence[int]) -> None:
-    for grammar, row in zip(grammars, rows, strict=True):
-        bits = grammar.allowed()
-        masks[row, : len(bits)], masks[row, len(bits) :] = bits, 0

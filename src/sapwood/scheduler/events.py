@@ -8,6 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy.typing as npt
 
+from sapwood.cache import Explanation
+
 Reason = Literal["stop", "length", "finish", "abort", "failed"]
 
 
@@ -107,7 +109,8 @@ Event = (
 class Ended(NamedTuple):
     """A request is over. Of its `prompt` tokens `cached` were never computed for it and `computed` were (together they
     are the prompt, once it has yielded a token); what had to be computed again is in `recomputed`. Of the `cached` ones
-    `loaded` were brought to the device for it, and of these `fetched` from the store."""
+    `loaded` were brought to the device for it, and of these `fetched` from the store. `found`: what its admission found
+    of the prompt; None if it was never admitted."""
 
     id: str
     reason: Reason
@@ -119,3 +122,4 @@ class Ended(NamedTuple):
     detail: str = ""
     loaded: int = 0
     fetched: int = 0
+    found: Explanation | None = None

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sapwood.cache import HybridPrefixCache, KVEvent, Namespace
+from sapwood.cache import Explanation, HybridPrefixCache, KVEvent, Namespace
 
 from .book import Book
 from .config import SchedulerConfig
@@ -159,6 +159,12 @@ class Scheduler:
             return 0, 0
         loaded = min(request.loaded, request.cached)
         return loaded, min(request.fetched, loaded)
+
+    def found(self, id: str) -> Explanation | None:
+        """What admission found of a request's prompt: why no more of it is served, and how much was real. None: the
+        request is not there, or was not admitted yet."""
+        request = self._book.requests.get(id)
+        return None if request is None else request.binding.found
 
     def offer_owed(self) -> bool:
         """The engine is about to end: what the store has not got, and could not keep before, goes out with the next

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from starlette.routing import Route, Router
 
 from sapwood import __version__
+from sapwood.engine.cache_report import NOT_COMPUTED
 
 from .api.admin import (
     cache_explain,
@@ -40,7 +41,7 @@ from .errors import ApiError, Disconnected
 from .frontend import Serving
 from .generation import Generation
 from .http import Call, Headers, new_id
-from .observe.finished import Finished, FinishedPrompt
+from .observe.figures import Finished, FinishedPrompt
 from .request_head import Caller, Hosts, client_of
 
 log = logging.getLogger(__name__)
@@ -242,18 +243,9 @@ class App:
 
     def _report(self, call: Call, generation: Generation, path: str, began: float, problem: str) -> None:
         prompts = [
-            FinishedPrompt(prompt.ids, 0, 0, 0, 0, "", 0, 0.0)
+            FinishedPrompt(prompt.ids, NOT_COMPUTED, 0.0)
             if begun is None
-            else FinishedPrompt(
-                prompt.ids,
-                begun.cached,
-                begun.host,
-                begun.store,
-                begun.shared,
-                begun.reason,
-                begun.position,
-                begun.queued,
-            )
+            else FinishedPrompt(prompt.ids, begun.cache, begun.queued)
             for prompt, begun in zip(generation.prompts, generation.begun, strict=True)
         ]
         params, model = generation.params, generation.model

@@ -24,7 +24,7 @@ from .errors import ApiError, bad, engine_down
 from .generation import Generation, Model, Prompt
 from .limits import MAX_NAMED_TOKENS, MAX_STOP_PREFIX_CHARACTERS
 from .parameters import Parameters
-from .process.engine_client import EngineLink
+from .process.engine_client import EngineClient
 from .process.grammars import GrammarSpec
 from .prompts import PromptBuilder
 from .request_head import Caller
@@ -70,7 +70,7 @@ class ServedModels:
 class Serving:
     """One event loop calls all of it. `secret`: the key of salts."""
 
-    def __init__(self, config: ServerConfig, link: EngineLink, secret: bytes | None = None) -> None:
+    def __init__(self, config: ServerConfig, link: EngineClient, secret: bytes | None = None) -> None:
         self.config = config
         self.link = link
         self.models = ServedModels(config.served_model_name)

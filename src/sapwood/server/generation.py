@@ -21,8 +21,7 @@ from sapwood.engine.stops import TextStream
 
 from .errors import ApiError, Disconnected, without_paths
 from .process.engine_client import LAG_SECONDS, EngineJob, Lane
-from .process.engine_process import MAX_UNACKED_STEPS
-from .process.messages import End, Likely, SampleBegun
+from .process.messages import MAX_UNACKED_STEPS, End, Likely, SampleBegun
 
 MAX_TAKEN_TOKENS = 2048  # with the likely ones of each, that a request writes before others have their turn
 
@@ -83,17 +82,15 @@ class Generation:
         self._completion = self._counted = 0
         self._open = len(job.lanes)
         self._failed: ApiError | None = None
-        self._texts = [
-            None if detokenizer is None else TextStream(detokenizer, params, prompts[at // params.n].ids[-16:].tolist())
-            for at in range(len(job.lanes))
-        ]
-        self._lasts = [0.0] * len(job.lanes)
+        if detokenizer is not None:
+            for at, lane in enumerate(job.lanes):
+                lane.text = TextStream(detokenizer, params, prompts[at // params.n].ids[-16:].tolist())
         self._turn_tokens = max(1, MAX_TAKEN_TOKENS // (1 + (params.logprobs or 0)))
         self._next_lane = 0  # that the next turn begins with
 
     @property
     def usage(self) -> TokenCounts:
-        cached = sum(lane.begun.cached for lane in self.job.lanes[:: self.params.n] if lane.begun is not None)
+        cached = sum(lane.begun.cache.cached for lane in self.job.lanes[:: self.params.n] if lane.begun is not None)
         return TokenCounts(sum(len(prompt.ids) for prompt in self.prompts), self._completion, cached)
 
     @property
@@ -163,7 +160,7 @@ class Generation:
         likely = lane.likely
         if likely:
             lane.likely = []
-        end, text = lane.end, self._texts[index]
+        end, text = lane.end, lane.text
         if len(tokens) > most:  # for the reader it has not ended yet
             tokens, lane.tokens = tokens[:most], tokens[most:]
             likely, lane.likely = likely[:most], likely[most:]
@@ -174,7 +171,7 @@ class Generation:
             now = self.job.since
             if self.first is None:
                 self.first = now
-            last, self._lasts[index] = self._lasts[index], now
+            last, lane.last = lane.last, now
             if last and count == 1:
                 self.gaps.append(now - last)
             elif last:

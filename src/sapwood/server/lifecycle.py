@@ -33,9 +33,8 @@ from .observe.logs import Recent, RequestLog, set_up, status_line
 from .observe.metrics import Metrics
 from .observe.record import TraceRecorder
 from .parameters import generation_defaults
-from .process.engine_client import EngineLink, EngineRefused
-from .process.engine_process import Settings
-from .process.messages import Ready
+from .process.engine_client import EngineClient, EngineRefused
+from .process.messages import Ready, Settings
 from .text.template import ChatTemplate, find_template
 from .text.tokens import AsyncTokenizer
 from .text.tools import guess_parser
@@ -72,7 +71,7 @@ class _Server:
         self.factory = factory
         self.socket = socket
         self.began = time.monotonic()
-        self.link = EngineLink(self._settings, self._engine_died)
+        self.link = EngineClient(self._settings, self._engine_died)
         self.serving = Serving(config, self.link, secret)
         self.app = App(self.serving, self._render_metrics)
         self.metrics: Metrics | None = None

@@ -21,7 +21,7 @@ from .api.schemas import ResponseFormat, Sampling, StructuredOutputs
 from .config import ServerConfig
 from .errors import ApiError, bad, shown, unsupported
 from .limits import DEFAULT_MAX_LOGPROBS, MAX_PRIORITY
-from .process.engine_client import EngineLink
+from .process.engine_client import EngineClient
 from .process.grammars import GrammarSpec
 from .process.grammars import check as check_grammar
 from .request_head import Caller
@@ -43,7 +43,7 @@ class Parameters:
     """The rules of one server. `defaults`: of sampling, by the model. `secret`: the key of salts; None: a key of its
     own, which no other server shares."""
 
-    def __init__(self, config: ServerConfig, link: EngineLink, secret: bytes | None = None) -> None:
+    def __init__(self, config: ServerConfig, link: EngineClient, secret: bytes | None = None) -> None:
         self.defaults: dict[str, Any] = {}
         self._config = config
         self._link = link

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from .errors import ApiError, bad, shown, unsupported
 from .generation import Prompt
 from .limits import MAX_CALLS, MAX_PARTS, MAX_PROMPT_CONTEXTS, MAX_ROLE_CHARACTERS, MAX_TOKEN_CHARACTERS
-from .process.engine_client import EngineLink
+from .process.engine_client import EngineClient
 from .text.answer_parts import with_tools_in_system_prompt
 from .text.template import ChatTemplate, TemplateError
 from .text.tokens import AsyncTokenizer
@@ -28,7 +28,7 @@ _SHOWN_TOKENS = 12  # on each side of a place in a prompt
 class PromptBuilder:
     """How prompts of the served model are made. `tokens` and `template` are set when the model's files are read."""
 
-    def __init__(self, link: EngineLink) -> None:
+    def __init__(self, link: EngineClient) -> None:
         self.tokens: AsyncTokenizer | None = None
         self.template: ChatTemplate | None = None
         self._link = link

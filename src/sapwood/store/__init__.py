@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from .breaker import Breaker, Missing
-from .faulty import Faults, FaultyBackend
-from .interpreter_yield import InterpreterYield
 from .keys import Fingerprint, GroupLayout
 from .opening import check_uri, open_store, store_folder
 from .protocol import Backend, JobDone, Released, StoreError, timeout_for, unbroken_run
-from .shared import shared
+from .spawn import shared
 from .store import Store
+from .testing import Faults, FaultyBackend
+from .threads import InterpreterYield
 
 __all__ = [
     "Backend",

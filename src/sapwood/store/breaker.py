@@ -38,8 +38,8 @@ class Breaker:
         return "half-open" if self._probing or self._clock() >= self._opened_at + self._seconds else "open"
 
     def allow(self) -> bool:
-        """May something be asked now? In half-open, only the first who comes. Never waits: while somebody tells how a
-        call went, no."""
+        """Whether a call may be made now; half-open, only the first. Never waits: False while another thread reports
+        how a call went."""
         if self._opened_at is None:
             return True
         if not self._lock.acquire(blocking=False):
@@ -58,7 +58,7 @@ class Breaker:
             self._lock.release()
 
     def another(self) -> Breaker:
-        """One of the same kind, for something else."""
+        """A breaker with the same limits, for another kind of use."""
         return Breaker(self._limit, self._seconds, self._clock)
 
     def success(self, kind: str = "") -> bool:
@@ -88,14 +88,14 @@ class Breaker:
             return True
 
     def trip(self) -> None:
-        """Open at once, whatever was before: there is nobody to ask."""
+        """Open at once: the store is gone."""
         with self._lock:
             self.opened += self._opened_at is None
             self._opened_at = self._clock()
             self._probing = False
 
     def renew(self) -> None:
-        """There is somebody to ask again: as after a probe that went well."""
+        """The store is there again: close, as after a probe that went well."""
         with self._lock:
             if self._opened_at is not None:
                 self._close()
@@ -107,7 +107,7 @@ class Breaker:
         self._rows = {kind: min(n, self._limit - 1) for kind, n in self._rows.items()}
 
     def unknown(self) -> None:
-        """What was let through ended without asking the store: somebody else may be the probe."""
+        """A call that was let through ended without asking the store: another one may be the probe."""
         with self._lock:
             self._probing = False
 
@@ -157,7 +157,7 @@ class Missing:
             self._until[name] = now + self.seconds
 
     def discard(self, name: str) -> None:
-        """It is there now."""
+        """This key is there now."""
         if self._until:
             with self._lock:
                 self._until.pop(name, None)

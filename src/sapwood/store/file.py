@@ -1,11 +1,11 @@
 """`file:///path?size=20GiB`: one file a value, in one folder that several processes use at once.
 
     sapwood-store       what this folder is, and its version
-    usage, tmp/         the ledger (ledger.py)
+    usage, tmp/         how many bytes the folder holds (folder.py)
     00/ ... ff/         values, by the sha256 of their key: header, zeros up to 4096, page
 
-A value is written to tmp/ and moved to its place whole. A get opens the file by its name: no index is needed to find
-something, only to choose what goes when room is needed.
+A value is written to tmp/ and moved to its place whole. A get opens the file by its name: the index serves eviction
+only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import contextlib
 import errno
 import fcntl
 import hashlib
-import logging
 import mmap
 import os
 import stat
@@ -28,21 +27,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .ledger import UNCOUNTED, ByteLedger, charge
+from .folder import UNCOUNTED, ByteLedger, charge, check_folder, claim, reason_of
 from .protocol import FAILED, MISSING, Backend, Got, PutResult, StoreError
 from .values import HEAD_BYTES, Item
 
-log = logging.getLogger("sapwood.store")
-
-VERSION = 1
-_MARK = "sapwood-store"
 _BLOCK = 4096  # the header's room: so that pages can be read straight from the disk to where they belong
 # No room for this page, and nothing against the others; ENOTEMPTY: a folder with something in it is in its place.
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOTEMPTY}
-# From opening what is no value: a link, a socket, a device that is not there, a file of somebody else.
+# From opening what is no value: a link, a socket, a device that is not there, a file of another user.
 _FOREIGN = {errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EACCES, errno.EPERM}
 _TOUCH_AFTER_SECONDS = 30.0  # seconds within which a second use of a file is not written to disk
-_EVICTION_BATCH_FILES = 1024  # files that go at once: others wait for the ledger meanwhile
+_EVICTION_BATCH_FILES = 1024  # files that are evicted at once: other processes wait for the ledger meanwhile
 
 
 class KnownFile(NamedTuple):
@@ -64,18 +59,18 @@ class FileBackend(Backend):
             os.makedirs(root, mode=0o700, exist_ok=True)
             if not trusted:
                 check_folder(root)
-            _claim(root)
+            claim(root)
             self._ledger = ByteLedger(root, limit)
         except TimeoutError as error:
             raise StoreError(f"file store {root}: {error}") from None
         except OSError as error:
             raise StoreError(
-                f"file store {root}: {_said(error)}; the folder must be one this user can write to"
+                f"file store {root}: {reason_of(error)}; the folder must be one this user can write to"
             ) from None
         self._local = threading.local()
         self._aligned: set[int] = set()
-        self._direct = True  # until the file system says no
-        self._lock = threading.Lock()  # of what follows
+        self._direct = True  # until the file system refuses it
+        self._lock = threading.Lock()  # guards the attributes below
         self._index: OrderedDict[bytes, KnownFile] = OrderedDict()  # least recently used first
         self._known = 0
         self._evicted = self._scans = 0
@@ -121,17 +116,17 @@ class FileBackend(Backend):
                 except OSError:  # too many open files, a bad sector: this one key
                     yield Got(i, b"", FAILED)
                     continue
-                if fd is None:  # as a file with nothing in it: a miss, and the store deletes it
+                if fd is None:  # like an empty file: a miss, and the store deletes it
                     yield Got(i, b"", 0)
                     continue
                 try:
                     self.gate.give_way()
                     size = self._read(fd, head, item)
                     self.gate.give_way()
-                    if self._written_down(digest, now):
+                    if self._recently_touched(digest, now):
                         used.append(digest)
                     else:
-                        self._write_down(digest, fd, charge(size), now)
+                        self._touch(digest, fd, charge(size), now)
                 except OSError:  # a bad sector, a stale handle: this one key
                     yield Got(i, b"", FAILED)
                     continue
@@ -142,8 +137,8 @@ class FileBackend(Backend):
             self._use(used)
 
     def _read(self, fd: int, head: memoryview, item: Item) -> int:
-        """What is in the page cache is copied from there; what is not comes straight from the disk, where it can, and
-        leaves the page cache as it is: the host tier keeps it from now on."""
+        """A file in the page cache is copied from there. Others are read straight from the disk if possible, and not
+        into the page cache: the host tier keeps the page from now on."""
         into = [head, item.page]
         whole = _BLOCK + len(item.page)
         if self._direct and item.arena.address in self._aligned:
@@ -183,7 +178,7 @@ class FileBackend(Backend):
                 yield PutResult(i, "")
             else:
                 new.append((i, item, digest))
-        # Room for all at once, unless that is much of what there is.
+        # Room for all at once, unless that is a large part of the limit.
         need = sum(charge(_BLOCK + len(item.page)) for _, item, _ in new)
         batches = [new] if need <= self.limit // 8 else [[one] for one in new]
         for batch in batches:
@@ -221,7 +216,7 @@ class FileBackend(Backend):
             try:
                 self.gate.give_way()
                 size = os.writev(fd, [head, item.page])
-                while size < _BLOCK + len(item.page):  # the disk got full, or a signal came: the rest says which
+                while size < _BLOCK + len(item.page):  # the disk is full, or a signal came: the rest shows which
                     rest = item.page[size - _BLOCK :] if size >= _BLOCK else head[size:]
                     size += os.pwrite(fd, rest, size)
             finally:
@@ -233,7 +228,7 @@ class FileBackend(Backend):
             except FileNotFoundError:
                 os.makedirs(os.path.dirname(place), mode=0o700, exist_ok=True)
                 os.rename(temporary, place)
-            except IsADirectoryError:  # whatever else is there has been replaced
+            except IsADirectoryError:  # anything else in its place was replaced
                 os.rmdir(place)
                 os.rename(temporary, place)
         except BaseException:
@@ -259,10 +254,10 @@ class FileBackend(Backend):
         self._scanner.join()
         self._ledger.close()
 
-    # ---- who goes
+    # ---- eviction
 
     def _take(self, n: int) -> bool:
-        """Room for n bytes, made by letting the least recently used go if need be."""
+        """Take room for n bytes; evicts the least recently used files if need be."""
         over = self._ledger.take(n)
         if not over:
             return True
@@ -271,7 +266,7 @@ class FileBackend(Backend):
         self._scanned.wait()
         counted = False
         while over := self._ledger.take(n):
-            if over != UNCOUNTED and not self._strangers() and self._evict(over):
+            if over != UNCOUNTED and not self._outdated() and self._evict(over):
                 continue
             if counted:
                 return False
@@ -279,16 +274,16 @@ class FileBackend(Backend):
             counted = True
         return True
 
-    def _strangers(self) -> bool:
-        """Have others written so much that this process's order of use is no longer the folder's? Then look again,
-        but not before another tenth of the limit was written."""
+    def _outdated(self) -> bool:
+        """Whether other processes wrote so much that this process's order of use is not the folder's any more. Then
+        the files are scanned again, but not before another tenth of the limit was written."""
         return self._known < 0.9 * min(self._ledger.used(), self.limit) and (
             self._ledger.taken() - self._counted_at > self.limit // 10
         )
 
     def _evict(self, over: int) -> bool:
-        """Let files go that count at least `over`, or as much as is known, or as many as others can wait for. False if
-        nothing went."""
+        """Evict files that count at least `over`, as far as they are known, and one batch at most. False if no file
+        went."""
         going: list[bytes] = []
         while over > 0 and len(going) < _EVICTION_BATCH_FILES:
             self.gate.give_way()
@@ -301,7 +296,7 @@ class FileBackend(Backend):
                 used = os.lstat(self._path(digest)).st_mtime
             except OSError:
                 continue
-            if used > known.used + 1:  # another process needed it since
+            if used > known.used + 1:  # another process has used it since
                 self._note(digest, known.charge, used)
                 continue
             going.append(digest)
@@ -318,7 +313,7 @@ class FileBackend(Backend):
         return freed > 0
 
     def _there(self, digest: bytes, size: int) -> bool:
-        """Is a file of this size there already? Then that is a use of it."""
+        """Whether a file of this size is there already, which is a use of it."""
         try:
             fd = _open(self._path(digest))
         except OSError:
@@ -330,21 +325,21 @@ class FileBackend(Backend):
             if os.fstat(fd).st_size != size:
                 return False
             now = time.time()
-            if self._written_down(digest, now):
+            if self._recently_touched(digest, now):
                 self._use([digest])
             else:
-                self._write_down(digest, fd, charge(size), now)
+                self._touch(digest, fd, charge(size), now)
         finally:
             os.close(fd)
         return True
 
-    def _written_down(self, digest: bytes, now: float) -> bool:
-        """Whether the file's mtime tells well enough that it is used now."""
+    def _recently_touched(self, digest: bytes, now: float) -> bool:
+        """Whether the file's mtime is near enough to now."""
         known = self._index.get(digest)
         return known is not None and now <= known.used + _TOUCH_AFTER_SECONDS
 
-    def _write_down(self, digest: bytes, fd: int, cost: int, now: float) -> None:
-        with contextlib.suppress(OSError):  # a file system that is read-only now still serves
+    def _touch(self, digest: bytes, fd: int, cost: int, now: float) -> None:
+        with contextlib.suppress(OSError):  # a file system that became read-only still serves
             os.utime(fd, (now, now))
         self._note(digest, cost, now)
 
@@ -370,8 +365,8 @@ class FileBackend(Backend):
             self._scanned.set()
 
     def _scan(self) -> None:
-        """Look at every file: sets the count right and the order in which files go. There may be a million of them, so
-        nothing is done to all at once that keeps the interpreter meanwhile, as a sort of tuples does."""
+        """Look at every file: corrects the count and the order of eviction. There may be a million files, so no call
+        keeps the interpreter for all of them at once, as a sort of tuples would."""
         with self._scanning:
             mark = self._ledger.begin_count()
             began = time.time()
@@ -403,7 +398,7 @@ class FileBackend(Backend):
                 self.gate.give_way()
             with self._lock:
                 before = self._index
-                for digest, known in before.items():  # what was written or used meanwhile is known better here
+                for digest, known in before.items():  # files written or used meanwhile are newer in the old index
                     if known.used >= began if digest not in index else known.used > index[digest].used:
                         index[digest] = known
                         index.move_to_end(digest)
@@ -416,7 +411,7 @@ class FileBackend(Backend):
                 before.popitem()
                 self.gate.give_way()
 
-    # ---- small things
+    # ---- helpers
 
     def _path(self, digest: bytes) -> str:
         name = digest.hex()
@@ -435,8 +430,8 @@ def _digest(name: str) -> bytes:
 
 
 def _open(path: str) -> int | None:
-    """A value's file, to be read. None if something else is in its place, which must neither be waited for (a FIFO) nor
-    read (a device, what a link points to), or if it may not be read."""
+    """Open a value's file. None if something else is in its place, which must neither be waited for (a FIFO) nor read
+    (a device, the target of a link), or if it may not be read."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError as error:
@@ -459,65 +454,3 @@ def _is_file(path: str) -> bool:
         return stat.S_ISREG(os.lstat(path).st_mode)
     except OSError:
         return False
-
-
-def check_folder(root: str) -> None:
-    """Whoever can write there decides what a model is told that it has read: a page has a checksum, and no signature.
-    StoreError where that is somebody else; a group is only warned of, since many folders belong to a group of one."""
-    try:
-        found = os.stat(root)
-    except FileNotFoundError:
-        return
-    if found.st_uid not in (0, os.geteuid()):
-        problem = f"it belongs to user {found.st_uid}, and this is user {os.geteuid()}"
-    elif found.st_mode & stat.S_IWOTH:
-        problem = f"everybody may write to it (mode {stat.S_IMODE(found.st_mode):o})"
-    else:
-        if found.st_mode & stat.S_IWGRP:
-            log.warning(
-                "file store %s: its group may write to it, and so change what is read from the cache (chmod g-w)", root
-            )
-        return
-    raise StoreError(
-        f"file store {root}: {problem}, who could change what is read from the cache; give it a folder of its own, "
-        "such as a new one below this, or add trusted=1 to its URI if all who may write there are"
-    )
-
-
-def check_place(root: str) -> None:
-    """StoreError where such a folder can be neither made nor written to."""
-    above = root
-    while not os.path.lexists(above):
-        above = os.path.dirname(above)
-    if not os.path.isdir(above):
-        raise StoreError(f"file store {root}: {above} is no folder")
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise StoreError(f"file store {root}: {above} cannot be written to")
-
-
-def _said(error: OSError) -> str:
-    return (error.strerror or type(error).__name__).lower()
-
-
-def _claim(root: str) -> None:
-    """Make the folder a store, or see that it is one of ours."""
-    path = os.path.join(root, _MARK)
-    right = f"sapwood file store {VERSION}\n"
-    if not os.path.exists(path):
-        if any(not name.startswith(_MARK) for name in os.listdir(root)) and not os.path.exists(path):
-            raise StoreError(f"file store {root}: the folder has other things in it; give it one of its own")
-        mine = f"{path}.{os.getpid()}.{threading.get_ident()}"
-        try:
-            with open(mine, "w") as file:
-                file.write(right)
-            os.rename(mine, path)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(mine)
-    with open(path, errors="replace", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        found = file.read(100)
-    if found != right:
-        raise StoreError(
-            f"file store {root}: it is {found.strip()!r:.60}, and this Sapwood reads {right.strip()!r}: "
-            "give it another folder, or empty this one"
-        )

@@ -4,8 +4,9 @@ exists / get / put --> queue --parts--> workers --> backend (blocks)
      |                   |                 |
   job id or None         '--- deadline ----+--> reports --> poll: JobDone, later Released if it was held
 
-Whoever submits and polls never waits for a worker, not even for a lock: what he hands over and takes is in queues that
-need none, what both count is counted apart, and where only a lock will do he comes back if it is taken.
+The caller, which submits and polls, never waits for a worker, not even for a lock: jobs and reports pass through queues
+that need none, caller and workers have counts of their own, and where only a lock will do the caller tries again later
+if it is taken.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .breaker import Breaker, Missing
-from .interpreter_yield import InterpreterYield
-from .keys import Fingerprint
+from .keys import HASH_BYTES, Fingerprint
 from .protocol import FAILED, MISSING, Backend, JobDone, Kind, Released
 from .store import Store, log
+from .threads import InterpreterYield
 from .values import REASONS, Arena, Item
 
 _SMALL_WRITES = 16  # keys in a part, where a read may have to wait for it
@@ -58,16 +59,17 @@ class _Job:
         self.next = 0  # the first key that no worker has taken
         self.running = 0  # parts that workers have
         self.begun = False  # a worker has had a part of it
-        self.over = False  # reported, or about to be: nothing more is begun
-        self.answered = 0  # keys the backend had a word for
-        self.broken = 0  # keys it failed
+        self.over = False  # reported, or about to be: no further part is begun
+        self.answered = 0  # keys that the backend answered
+        self.broken = 0  # keys on which it failed
         self.why = ""
 
     def items(self, low: int, high: int) -> list[Item]:
         hashes, arenas = self.hashes, self.arenas
+        begins = [HASH_BYTES * row for row in self.rows[low:high]]
         return [
-            Item(arenas[self.columns[k]], self.numbers[k], hashes[32 * self.rows[k] : 32 * self.rows[k] + 32])
-            for k in range(low, high)
+            Item(arenas[self.columns[k]], self.numbers[k], hashes[at : at + HASH_BYTES])
+            for k, at in zip(range(low, high), begins, strict=True)
         ]
 
     def mark(self, k: int) -> None:
@@ -98,17 +100,17 @@ class ThreadStore(Store):
         self._backend = backend
         self.missing = Missing() if missing is None else missing
         self.gate = backend.gate
-        self._lock = threading.Lock()  # of all that is not only the caller's, but for queues, which need none
-        self._told = threading.Condition(self._lock)
-        self._work: SimpleQueue[None] = SimpleQueue()  # something for each worker that should look for work
+        self._lock = threading.Lock()  # guards all that is not the caller's alone, but for queues, which need none
+        self._reported = threading.Condition(self._lock)
+        self._work: SimpleQueue[None] = SimpleQueue()  # an entry for each worker that should look for work
         # By kind, jobs with keys that no worker has taken yet.
         self._queues: dict[Kind, deque[_Job]] = {"exists": deque(), "get": deque(), "put": deque()}
         self._live: dict[int, _Job] = {}  # not reported
         self._late: dict[int, _Job] = {}  # reported, but the backend has not returned
-        self._first_deadline = math.inf  # of those alive, or earlier
+        self._first_deadline = math.inf  # of live jobs, or earlier
         self._writing = 0  # workers with a put
-        self._writers = max(1, backend.workers - 1)  # at most: one is always left for reads
-        self._alone = False  # a worker has a part of which there may be only one
+        self._writers = max(1, backend.workers - 1)  # at most so many workers write: one is always left for reads
+        self._alone = False  # a worker has a part of a job that runs alone
         self._counts: dict[str, int] = dict.fromkeys(
             ("done", "timeout", "error", "closed", "late", "found", "absent", "hit", "miss", "failed",
              "stored", "full", "lost", "bytes_read", "bytes_written"), 0
@@ -124,13 +126,6 @@ class ThreadStore(Store):
 
     # ---- what the caller does
 
-    def register(self, group: str, array: NDArray[np.uint8]) -> None:
-        arena = Arena(self.fingerprint, group, array)
-        if group in self._arenas:
-            raise ValueError(f"group {group!r} must be registered once, and was before")
-        self._backend.register(group, array)
-        self._arenas[group] = arena
-
     def poll(self) -> list[JobDone | Released]:
         if time.monotonic() >= self._first_deadline and self._lock.acquire(blocking=False):  # else the next time
             try:
@@ -138,7 +133,7 @@ class ThreadStore(Store):
             finally:
                 self._lock.release()
         reports = []
-        while self._reports:  # nobody else takes any
+        while self._reports:  # no other thread takes any
             reports.append(self._reports.popleft())
         return reports
 
@@ -150,7 +145,7 @@ class ThreadStore(Store):
                 now = time.monotonic()
                 if self._reports or now >= until:
                     return bool(self._reports)
-                self._told.wait(min(until, self._first_deadline) - now)
+                self._reported.wait(min(until, self._first_deadline) - now)
 
     def drain(self, timeout: float) -> bool:
         until = time.monotonic() + timeout
@@ -161,7 +156,7 @@ class ThreadStore(Store):
                 if (self._live or self._late) and now >= until:
                     return False
                 if self._live or self._late:
-                    self._told.wait(min(until, self._first_deadline) - now)
+                    self._reported.wait(min(until, self._first_deadline) - now)
         return True
 
     def close(self, timeout: float = 5.0) -> bool:
@@ -178,7 +173,7 @@ class ThreadStore(Store):
                 for _ in self._threads:
                     self._work.put(None)
             while self._alive and time.monotonic() < until:
-                self._told.wait(until - time.monotonic())
+                self._reported.wait(until - time.monotonic())
             self._expire()
             for job in list(self._live.values()):
                 self._report(job, "closed")
@@ -207,6 +202,9 @@ class ThreadStore(Store):
 
     # ---- on the caller's thread
 
+    def _register(self, arena: Arena) -> None:
+        self._backend.register(arena.group, arena.array)
+
     def _begin(
         self, id: int, kind: Kind, hashes: bytes, arenas: list[Arena], pages: NDArray[np.int64], deadline: float
     ) -> None:
@@ -219,18 +217,18 @@ class ThreadStore(Store):
             job.part = min(job.part, _SMALL_WRITES)
         self._live[id] = job
         self._first_deadline = min(self._first_deadline, deadline)
-        self._queues[kind].append(job)  # now the workers may have it
+        self._queues[kind].append(job)  # from here on workers take parts of it
         self._call(-(-len(job.numbers) // job.part))
 
     def _call(self, workers: int) -> None:
-        """Have so many look for work. As many calls as there are workers are enough: each looks after it was called."""
+        """Let so many workers look for work. As many calls as there are workers suffice: each looks after its call."""
         for _ in range(min(workers, len(self._threads) - self._work.qsize())):
             self._work.put(None)
 
     # ---- under the lock
 
     def _expire(self) -> None:
-        """Report those whose time is up. Their memory stays with them while a worker has it."""
+        """Report jobs whose deadline has passed. They are held while a worker has their memory."""
         now = time.monotonic()
         if now < self._first_deadline:
             return
@@ -257,14 +255,14 @@ class ThreadStore(Store):
             self._counts["late"] += 1
         self._counts[failed or "done"] += 1
         self._judge_job(job, failed)
-        self._tell(done)
+        self._add_report(done)
 
     def _judge_job(self, job: _Job, failed: str) -> None:
         self._judge(job.kind, failed, self._neglected(job), job.answered > 0, job.why)
 
     def _neglected(self, job: _Job) -> bool:
-        """Whether a job that failed speaks against the backend, which had a part of it, or keeps all threads that could
-        have begun it beyond their time. One that had to wait for others says nothing."""
+        """Whether a job that failed counts against the backend: it had a part of the job, or it keeps all threads that
+        could have begun it beyond their deadlines. A job that only waited for others does not count."""
         hung = [other for other in self._late.values() if other.running]
         if job.begun or not hung:
             return job.begun
@@ -274,9 +272,9 @@ class ThreadStore(Store):
         writing = sum(other.running for other in hung if other.kind == "put")
         return threads >= len(self._threads) or (job.kind == "put" and writing >= self._writers)
 
-    def _tell(self, report: JobDone | Released) -> None:
+    def _add_report(self, report: JobDone | Released) -> None:
         self._reports.append(report)
-        self._told.notify_all()
+        self._reported.notify_all()
 
     # ---- on the workers' threads
 
@@ -296,7 +294,7 @@ class ThreadStore(Store):
             why = ""
             try:
                 self._run(job, low, high)
-            except Exception as error:  # whatever a backend raises is a failure of this part, and of nothing else
+            except Exception as error:  # any error of a backend is a failure of this part alone
                 why = f"{type(error).__name__}: {error}"
             with self._lock:
                 self._returned(job, why)
@@ -307,13 +305,13 @@ class ThreadStore(Store):
                 self._backend.close()
             except Exception as error:
                 log.warning("closing store %s: %s", self._shown, error)
-        with self._lock:  # only now: who waits in `close` may take the memory away
+        with self._lock:  # only now: the caller of `close` may free the memory
             self._alive -= 1
-            self._told.notify_all()
+            self._reported.notify_all()
 
     def _take(self) -> tuple[_Job, int, int] | None:
         """The next part: questions before reads before writes, and one worker is always left for reads. Jobs of a kind
-        take turns, so that a long one does not keep short ones waiting."""
+        take turns, so that a long job does not keep short ones waiting."""
         queues = self._queues
         queue = queues["exists"] or queues["get"]
         if not queue:
@@ -335,13 +333,13 @@ class ThreadStore(Store):
         return job, low, high
 
     def _returned(self, job: _Job, why: str) -> None:
-        """A worker is done with a part of it, one way or another."""
+        """A worker has finished a part of the job, or failed."""
         job.running -= 1
         self._writing -= job.kind == "put"
         if job.alone:
             self._alone = False
         if (job.alone or job.kind == "put") and any(self._queues.values()):
-            self._call(1)  # there may be work that had to wait for this
+            self._call(1)  # there may be work that had to wait for this part
         if why:
             job.why = why
             job.broken += 1
@@ -350,13 +348,13 @@ class ThreadStore(Store):
             return
         if job.id in self._late:
             del self._late[job.id]
-            self._tell(Released(job.id))
+            self._add_report(Released(job.id))
         elif job.id in self._live:
             failed = "closed" if job.over else "error" if job.broken and not job.answered else ""
             self._report(job, failed)
 
     def _run(self, job: _Job, low: int, high: int) -> None:
-        """One part, on the backend. What is ok is marked at once: a deadline in between leaves it ok."""
+        """One part, on the backend. Pages are marked ok at once: they stay so if the deadline comes in between."""
         items = job.items(low, high)
         known = Counter[str]()
         bad: list[tuple[Item, str]] = []
@@ -382,7 +380,7 @@ class ThreadStore(Store):
                     self._counts[name] += n
                 for _, reason in bad:
                     self._bad[reason] += 1
-        if bad:  # a key names all that a value must fit: what does not is damaged, whatever its header says
+        if bad:  # a key names all that a value must fit: a value that does not is damaged, whatever its header is
             self._backend.delete([item.name for item, _ in bad])
 
     def _exists(self, job: _Job, places: Sequence[int], items: list[Item], known: Counter[str]) -> None:

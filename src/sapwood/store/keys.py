@@ -1,17 +1,17 @@
-"""Who may share through a store: the fingerprint of a server's memory layout, and the key of a page."""
+"""Which servers share pages through a store: the fingerprint of a server's memory layout, and the key of a page."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
 
-HASH_BYTES = 32
+HASH_BYTES = 32  # of the chain hash of a page, as the cache has it
 _MAX_GROUPS = 65536
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
-    """One group as it lies in memory. `layout` says in words what the bytes of a page are (layers, heads, order)."""
+    """One group as it lies in memory. `layout` describes the bytes of a page in words (layers, heads, order)."""
 
     name: str
     family: str

@@ -1,8 +1,8 @@
 """`mooncake://master:port?segment=0`: Mooncake Store, memory of many machines, through its own client.
 
 Pages are sent from and received into the registered host memory; the header lies in a small registered buffer of its
-own, one a thread. Mooncake tells failures by codes and can block for seconds when its master or a provider is gone;
-what it says exists may not be had. So only what a get brought, and the header vouches for, counts.
+own, one for each thread. Mooncake reports failures by codes and can block for seconds when its master or a provider is
+gone; a key that exists may be impossible to get. So only a page that a get brought and that fits its header counts.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ class MooncakeBackend(Backend):
 
 
 def _reach(master: str, port: int) -> None:
-    """Mooncake's own client tries for long and then says a number; a plain connection says at once what is wrong."""
+    """Connect to the master once: Mooncake's client tries for long and then returns a number, a plain connection fails
+    at once and with a reason."""
     try:
         socket.create_connection((master, port), timeout=3.0).close()
     except OSError as error:

@@ -10,16 +10,16 @@ from typing import Any
 
 from . import uri as uris
 from .breaker import Breaker, Missing
-from .faulty import Faults, FaultyBackend
-from .file import FileBackend, check_folder, check_place
+from .file import FileBackend
+from .folder import check_folder, check_place
 from .jobs import ThreadStore
 from .keys import Fingerprint
-from .memory import MemoryBackend
 from .mooncake import MooncakeBackend
 from .process import ProcessStore
 from .protocol import Backend, StoreError
 from .redis import RedisBackend, Tls
 from .store import Store
+from .testing import Faults, FaultyBackend, MemoryBackend
 from .uri import Where
 from .values import checksum
 
@@ -38,10 +38,9 @@ def open_store(
     """Open the store at `uri`.
 
     file:///path?size=20GiB · redis://host:port/db?ttl=3600 · rediss:// (with TLS) · redis+cluster://host:port ·
-    mooncake://master:port · memory://name?size=1GiB; with `faulty+` before it and faults among its options, it
-    misbehaves as told.
-    With `process` it runs in a process of its own, where it cannot keep an engine's step waiting, on memory that
-    `shared` made; else on threads of this process, on any memory.
+    mooncake://master:port · memory://name?size=1GiB; with `faulty+` before it, its options are faults to make.
+    With `process` it runs in a process of its own, on memory that `shared` made, and cannot keep an engine's step
+    waiting; else on threads of this process, on any memory.
     Raises ValueError for a URI that is wrong and StoreError for a place that cannot be used.
     """
     if not isinstance(fingerprint, Fingerprint):
@@ -64,9 +63,8 @@ def open_store(
 
 
 def check_uri(uri: str) -> None:
-    """ValueError if a URI is wrong; StoreError for a folder that cannot be had, or that somebody else may write to.
-    Nothing is opened or made,
-    and no package of a backend is needed."""
+    """ValueError if a URI is wrong; StoreError for a folder that cannot be used, or that other users may write to. No
+    store is opened or made, and no package of a backend is needed."""
     _opener(uri)
     folder = store_folder(uri)
     if folder is not None:

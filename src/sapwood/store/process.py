@@ -6,9 +6,9 @@
                                                                     |
     memory that `shared` made  <------ pages, where they lie -------'
 
-No thread of this process has a part in it: whoever waits, waits for `fileno()`. Breakers are here, so that a dead store
-costs nothing; deadlines are in both places, so that a process that stands still is no worse than a backend that does.
-A process that dies is started again, beside everything else.
+No thread of this process takes part: a caller that waits, waits for `fileno()`. Breakers are on this side, so that a
+dead store costs nothing; deadlines are on both sides, so that a process that hangs is no worse than a backend that
+hangs. A process that dies is started again without stopping the caller.
 """
 
 from __future__ import annotations
@@ -34,24 +34,23 @@ from . import wire
 from .breaker import Breaker, Missing
 from .keys import Fingerprint
 from .protocol import JobDone, Kind, Released, StoreError
-from .shared import CAN_SHARE, place_of
-from .spawn import Process
+from .spawn import CAN_SHARE, Process, place_of
 from .store import Store, log
 from .values import REASONS, Arena
 
 CAN_START = CAN_SHARE and hasattr(select, "epoll")
-_REPORT_GRACE_SECONDS = 0.05  # seconds after a deadline within which the process itself tells
+_REPORT_GRACE_SECONDS = 0.05  # seconds after a deadline within which the process itself reports
 _OPEN_TIMEOUT_SECONDS = 60.0  # seconds that opening a backend, or registering memory with it, may take
 _CLOSE_GRACE_SECONDS = 0.25  # seconds beyond the time of `close` until the process is killed
 _KILL_TIMEOUT_SECONDS = 2.0  # seconds that a killed process may take to be gone
-_STEADY_SECONDS = 10.0  # seconds after which a process that dies is started again at once
-_RESTART_BACKOFF_SECONDS = (0.1, 30.0)  # else after so many seconds, and twice as many each time, up to
-_POLL_SECONDS = 0.001  # seconds between two looks for what comes unasked: memory released, the end of the process
+_STEADY_SECONDS = 10.0  # a process that has lived for so many seconds is started again at once when it dies
+_RESTART_BACKOFF_SECONDS = (0.1, 30.0)  # seconds until others are: the first time, doubled each time, at most
+_POLL_SECONDS = 0.001  # seconds between two looks while no job is under way: memory released, the process's end
 _MAX_UNSENT_BYTES = 64 << 20  # bytes that may wait to be sent
 _COUNTED = ("found", "absent", "hit", "miss", "failed", "stored", "full", "lost", "bytes_read", "bytes_written")
 
-# What the process runs. It stands back for the engine from the start: with all processors busy it still has a thirtieth
-# of them. Nicer (19) made no difference that could be measured.
+# What the process runs. It yields to the engine from the start: with all processors busy it still has a thirtieth of
+# them. Nicer (19) made no measurable difference.
 _CODE = """
 import os, sys
 os.nice(15)
@@ -132,23 +131,23 @@ class ProcessStore(Store):
         self._opening = wire.Opening(uri, fingerprint, missing.seconds, missing.capacity)
         self._places: dict[str, tuple[int, bytes]] = {}  # by group: the file of its memory, and where in it
         self._live: dict[int, _JobInFlight] = {}  # not reported
-        self._late: dict[int, _JobInFlight] = {}  # reported, but the process may still have its memory
-        self._first_deadline = math.inf  # of those alive, with the grace they have, or earlier
+        self._late: dict[int, _JobInFlight] = {}  # reported, but the process may still have their memory
+        self._first_deadline = math.inf  # of live jobs, with their grace, or earlier
         self._looked = time.monotonic()
-        self._spared = False  # those whose time is up were given some more, because nobody had looked
+        self._extended = False  # jobs beyond their deadline got more time, because the caller had not looked
         self._counts = dict.fromkeys(("done", "timeout", "error", "closed", "late"), 0)
-        self._before = collections.Counter[str]()  # what processes that are gone have counted
-        self._told = b""  # what this one has
+        self._before = collections.Counter[str]()  # counts of processes that are gone
+        self._counts_frame = b""  # the last counts of the present process
         self._restarts = self._tries = 0
         self._restart_at = math.inf
-        self._answer: tuple[int, bytes] | None = None  # to what was sent last and is waited for
+        self._answer: tuple[int, bytes] | None = None  # to the last frame that has one
         self._processors = os.sched_getaffinity(0)  # on which it may run
-        self._processor = -1  # where this thread was when the process last stood aside for it
+        self._processor = -1  # the one that the process was last kept off
         self._epoll = select.epoll()
-        self._watched = 0  # events of the socket that are waited for
+        self._watched = 0  # events of the socket for which `_epoll` waits
         self._child: _Child | None = None
-        self._children: list[_Child] = []  # the same, for whoever cleans up
-        self._files: list[int] = []  # of the memory: a process may be started when the caller has let go of its array
+        self._children: list[_Child] = []  # the same, for `_clean_up`
+        self._files: list[int] = []  # of the memory: a process may be started after the caller has dropped its array
         self._end = weakref.finalize(self, _clean_up, self._children, self._files, self._epoll)
         try:
             self._begin_child()
@@ -164,28 +163,6 @@ class ProcessStore(Store):
         self._child.ready = True
 
     # ---- what the caller does
-
-    def register(self, group: str, array: NDArray[np.uint8]) -> None:
-        arena = Arena(self.fingerprint, group, array)
-        if group in self._arenas:
-            raise ValueError(f"group {group!r} must be registered once, and was before")
-        place = place_of(array)
-        if place is None or len(array) >= 2**31:
-            raise ValueError(
-                f"memory of group {group!r} must be such that the store's process can map it too: take it from "
-                "sapwood.store.shared or an engine's HostArena, or open the store without process=True"
-            )
-        if self._away or self._closed:
-            raise StoreError(f"the store {self._shown} is closed, or its process is gone for now")
-        assert self._child is not None
-        file = os.dup(place.file)
-        self._files.append(file)
-        frame = wire.register(arena.index, (len(array), array.shape[1]), place.offset)
-        self._child.link.send(frame, file)
-        self._child.abreast = wire.read_registered(self._ask(wire.REGISTERED))
-        self._processor = -1  # where it may run depends on that
-        self._arenas[group] = arena
-        self._places[group] = (file, frame)
 
     def poll(self) -> list[JobDone | Released]:
         if self._live or time.monotonic() >= self._looked + _POLL_SECONDS:
@@ -203,8 +180,8 @@ class ProcessStore(Store):
         return self._until(lambda: not (self._live or self._late), timeout)
 
     def close(self, timeout: float = 5.0) -> bool:
-        """What is under way when the time is up ends with the process: after that nobody touches the memory, unless
-        the system itself cannot end it."""
+        """Jobs under way when the time is up end with the process: after that the memory is not touched, unless the
+        system itself cannot end it."""
         child = self._child
         if not self._closed:
             self._closed = True
@@ -221,7 +198,7 @@ class ProcessStore(Store):
         return True
 
     def stats(self) -> dict[str, Any]:
-        told = self._counted()
+        now = self._counted()
         counts = {**self._asked, **self._counts}
         counts["done"] += counts.pop("empty")
         child = self._child
@@ -229,16 +206,16 @@ class ProcessStore(Store):
         return {
             "uri": self._shown,
             **counts,
-            **{name: self._before[name] + told.get(name, 0) for name in _COUNTED},
+            **{name: self._before[name] + now.get(name, 0) for name in _COUNTED},
             "waiting": sum(self._given.values()) - sum(self._taken.values()),
             "jobs": len(self._live),
             "held_jobs": len(self._late),
             "held_pages": sum(job.keys for job in self._late.values() if job.kind != "exists"),
-            "bad": {reason: self._before[f"bad {reason}"] + told.get("bad", {}).get(reason, 0) for reason in REASONS},
+            "bad": {reason: self._before[f"bad {reason}"] + now.get("bad", {}).get(reason, 0) for reason in REASONS},
             "breaker": self.breaker.stats(),
             "write_breaker": self.write_breaker.stats(),
-            "missing": told.get("missing", {"keys": 0, "spared": 0}),
-            "backend": told.get("backend", {}),
+            "missing": now.get("missing", {"keys": 0, "spared": 0}),
+            "backend": now.get("backend", {}),
             "process": {
                 "pid": process.pid if process is not None else 0,
                 "alive": child is not None and child.ready and not child.link.lost,
@@ -260,6 +237,24 @@ class ProcessStore(Store):
     def _clogged(self) -> bool:
         return self._child is not None and self._child.link.unsent > _MAX_UNSENT_BYTES
 
+    def _register(self, arena: Arena) -> None:
+        place = place_of(arena.array)
+        if place is None or arena.pages >= 2**31:
+            raise ValueError(
+                f"memory of group {arena.group!r} must be such that the store's process can map it too: take it from "
+                "sapwood.store.shared or an engine's HostArena, or open the store without process=True"
+            )
+        if self._away or self._closed:
+            raise StoreError(f"the store {self._shown} is closed, or its process is gone for now")
+        assert self._child is not None
+        file = os.dup(place.file)
+        self._files.append(file)
+        frame = wire.register(arena.index, (arena.pages, arena.page_bytes), place.offset)
+        self._child.link.send(frame, file)
+        self._child.abreast = wire.read_registered(self._ask(wire.REGISTERED))
+        self._processor = -1  # where it may run depends on that
+        self._places[arena.group] = (file, frame)
+
     def _begin(
         self, id: int, kind: Kind, hashes: bytes, arenas: list[Arena], pages: NDArray[np.int64], deadline: float
     ) -> None:
@@ -269,41 +264,41 @@ class ProcessStore(Store):
         self._first_deadline = min(self._first_deadline, deadline + _REPORT_GRACE_SECONDS)
         assert self._child is not None
         if _processor() != self._processor:
-            self._stand_aside(self._child)
+            self._keep_off_this_processor(self._child)
         groups = [arena.index for arena in arenas]
         self._child.link.send(wire.SentJob(id, kind, deadline, groups, hashes, pages).frame())
         self._watch()
 
-    def _done(self, told: wire.JobReport) -> None:
-        job = self._live.pop(told.id, None)
+    def _done(self, report: wire.JobReport) -> None:
+        job = self._live.pop(report.id, None)
         if job is None:  # it was late
-            if not told.held:
-                self._release(told.id)
+            if not report.held:
+                self._release(report.id)
             return
-        if told.held:
+        if report.held:
             self._late[job.id] = job
             self._counts["late"] += 1
-        self._counts[told.failed or "done"] += 1
-        self._judge(job.kind, told.failed, told.neglected, told.answered, told.why)
-        self._reports.append(job.done(told.failed, told.held, told.ok))
+        self._counts[report.failed or "done"] += 1
+        self._judge(job.kind, report.failed, report.neglected, report.answered, report.why)
+        self._reports.append(job.done(report.failed, report.held, report.ok))
 
     def _release(self, id: int) -> None:
         if self._late.pop(id, None) is not None:
             self._reports.append(Released(id))
 
     def _expire(self) -> None:
-        """Report those about which the process should have told something by now. It may have their memory."""
+        """Report jobs of which the process should have sent a report by now. It may still have their memory."""
         now = time.monotonic()
         looked, self._looked = self._looked, now
         if now < self._first_deadline:
             return
         if (
-            now > looked + _REPORT_GRACE_SECONDS and not self._spared
-        ):  # nobody was here to be told: much of it may be on its way
-            self._spared = True
+            now > looked + _REPORT_GRACE_SECONDS and not self._extended
+        ):  # the caller was away: reports may be on their way
+            self._extended = True
             self._first_deadline = now + _REPORT_GRACE_SECONDS
             return
-        self._spared = False
+        self._extended = False
         for job in [job for job in self._live.values() if job.deadline + _REPORT_GRACE_SECONDS <= now]:
             del self._live[job.id]
             self._late[job.id] = job
@@ -318,18 +313,18 @@ class ProcessStore(Store):
     # ---- the process
 
     def _look(self) -> None:
-        """All there is to do now. Never waits."""
+        """Do all that can be done now. Never waits."""
         child = self._child
         if child is not None:
             if _processor() != self._processor:
-                self._stand_aside(child)
+                self._keep_off_this_processor(child)
             for kind, body in child.link.receive():
                 self._hear(child, kind, body)
             if child.link.unsent:
                 child.link.flush()
             self._watch()
             if child.link.lost:
-                child.process.kill()  # it may have closed its end only
+                child.process.kill()  # it may only have closed its socket
                 if child.process.gone():
                     self._bury()
         elif time.monotonic() >= self._restart_at:
@@ -340,10 +335,10 @@ class ProcessStore(Store):
             self._child.process.start_beside()
         self._expire()
 
-    def _stand_aside(self, child: _Child) -> None:
-        """Keep the process off the processor that this thread runs on, if the others are enough for its threads: the
-        kernel may put one there that it wakes, and look only with its next tick, milliseconds later, who goes first.
-        This thread does it itself: that one may be waiting for this very processor."""
+    def _keep_off_this_processor(self, child: _Child) -> None:
+        """Keep the process off the processor that this thread runs on, if the others are enough for its threads. The
+        kernel may wake one of them on this processor, and decide only at its next tick, milliseconds later, which
+        thread runs. This thread sets the affinity itself: the process may be waiting for this very processor."""
         if not child.ready or not child.process.pid:
             return
         self._processor = _processor()
@@ -363,13 +358,13 @@ class ProcessStore(Store):
         elif kind == wire.TAKEN:
             self._taken = wire.read_taken(body)
         elif kind == wire.COUNTS:
-            self._told = body
+            self._counts_frame = body
         elif child.ready or not self._restarts:
             self._answer = (kind, body)
         elif kind == wire.REFUSED:
             log.warning("store %s cannot be opened again for now: %s", self._shown, wire.read_refusal(body))
             child.process.kill()
-        else:  # the one that was started again opened the store, or knows another group's memory
+        else:  # a process that was started again opened the store, or knows another group's memory
             if kind == wire.REGISTERED:
                 child.known += 1
                 child.abreast = wire.read_registered(body)
@@ -381,7 +376,7 @@ class ProcessStore(Store):
                 log.warning("the process of store %s runs again", self._shown)
 
     def _ask(self, want: int) -> bytes:
-        """Wait for the answer to what was sent."""
+        """Wait for the answer to the frame that was sent."""
         self._answer = None
         if not self._until(lambda: self._answer is not None or self._child is None, _OPEN_TIMEOUT_SECONDS):
             raise StoreError(f"the process of store {self._shown} has not answered for {_OPEN_TIMEOUT_SECONDS:.0f} s")
@@ -402,7 +397,7 @@ class ProcessStore(Store):
         self._watch()
 
     def _watch(self) -> None:
-        """What `fileno` stands for: the socket; when that is closed, the end of the process."""
+        """Let `fileno` wait for the socket; when that is closed, for the end of the process."""
         child = self._child
         if child is None:
             return
@@ -413,7 +408,7 @@ class ProcessStore(Store):
         if want == self._watched:
             return
         if want < 0:
-            if (file := child.link.fileno()) >= 0:  # one that is closed has gone from there by itself
+            if (file := child.link.fileno()) >= 0:  # a closed one has left the epoll by itself
                 self._epoll.unregister(file)
             if child.process.file >= 0:
                 self._epoll.register(child.process.file, select.EPOLLIN)
@@ -424,7 +419,7 @@ class ProcessStore(Store):
         self._watched = want
 
     def _bury(self) -> None:
-        """The process is gone, and with it whatever could touch the memory."""
+        """The process is gone, so the memory is not touched any more."""
         child = self._child
         assert child is not None
         child.link.close()
@@ -443,10 +438,10 @@ class ProcessStore(Store):
         self._taken = dict.fromkeys(self._taken, 0)
         if self._closed:
             return
-        told = self._counted()
-        self._before.update({name: told.get(name, 0) for name in _COUNTED})
-        self._before.update({f"bad {reason}": n for reason, n in told.get("bad", {}).items()})
-        self._told = b""
+        last = self._counted()
+        self._before.update({name: last.get(name, 0) for name in _COUNTED})
+        self._before.update({f"bad {reason}": n for reason, n in last.get("bad", {}).items()})
+        self._counts_frame = b""
         self.breaker.trip()
         self.write_breaker.trip()
         if child.ready and now >= child.steady_at:
@@ -462,7 +457,7 @@ class ProcessStore(Store):
         )
 
     def _counted(self) -> dict[str, Any]:
-        return json.loads(self._told) if self._told else {}
+        return json.loads(self._counts_frame) if self._counts_frame else {}
 
     # ---- waiting
 
@@ -478,13 +473,13 @@ class ProcessStore(Store):
             patience = min(until, self._first_deadline, self._restart_at) - now
             child = self._child
             if child is not None and child.link.lost and child.process.file < 0:
-                patience = min(patience, 0.001)  # nothing tells when it is gone
+                patience = min(patience, 0.001)  # no file shows when it is gone
             with contextlib.suppress(InterruptedError):
                 self._epoll.poll(max(0.0, patience), 1)
 
 
 def _clean_up(children: list[_Child], files: list[int], epoll: select.epoll) -> None:
-    """At the end of a store, also of one that nobody closed, or of this process."""
+    """At the end of a store, also if it was not closed, or of this process."""
     for child in children:
         child.end(_KILL_TIMEOUT_SECONDS)
     children.clear()

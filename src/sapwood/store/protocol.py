@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .interpreter_yield import InterpreterYield
+from .threads import InterpreterYield
 from .values import Item
 
 Kind = Literal["exists", "get", "put"]
@@ -24,10 +24,10 @@ class StoreError(RuntimeError):
 
 
 class JobDone(NamedTuple):
-    """What became of a job. One for every job, by its deadline.
+    """The outcome of a job. There is one for every job, by its deadline.
 
-    `ok[group][i]`: page i of this group arrived whole (get), is stored (put), or is said to be there (exists; only a
-    get tells the truth). `asked[group][i]`: the job had a part there. Pages that are ok are final: nobody writes there
+    `ok[group][i]`: page i of this group arrived whole (get), is stored (put), or seems to be there (exists, which is
+    a hint). `asked[group][i]`: the job had a part there. Pages that are ok are final: the store does not write there
     any more. If `held`, the backend has not returned: the other pages stay in use until `Released` comes for this job.
     `failed` is empty, or "timeout", "error" or "closed"; pages that were done before are ok all the same.
     """
@@ -53,8 +53,8 @@ class Released(NamedTuple):
 def unbroken_run(ok: Mapping[str, ArrayLike], asked: Mapping[str, ArrayLike]) -> int:
     """The length of the run of pages, from the first on, that arrived in every group.
 
-    In `asked`, anything but 0 says that the group has a part at that page, so page ids do as they are. This, after a
-    *get*, is how many pages a store hit has; what `exists` said counts for nothing.
+    In `asked`, anything but 0 means that the group has a part at that page, so page ids will do. After a *get* this is
+    the number of pages of a store hit; the answers of `exists` do not count.
     """
     run: int | None = None
     for group, wanted in asked.items():
@@ -72,7 +72,7 @@ def timeout_for(nbytes: int, seconds: float = 1.0, rate: float = 100e6) -> float
 class Got(NamedTuple):
     """What a backend found for item `at`: the header it read and the bytes of page it put in place.
 
-    `size` is MISSING or FAILED where there is nothing to look at.
+    `size` is MISSING or FAILED if no value was read.
     """
 
     at: int
@@ -90,8 +90,8 @@ class PutResult(NamedTuple):
 class Backend(ABC):
     """A place for values. Its calls block, run on the store's threads, several at once, and may raise anything.
 
-    `get` and `put` are generators: what they yield is final, whoever iterates may stop, and what is under way is
-    cleaned up then. Pages are read and written where they lie.
+    `get` and `put` are generators: what they yield is final, the store may stop iterating, and then they clean up what
+    is under way. Pages are read and written where they lie.
     """
 
     workers = 2  # threads that a store gives it
@@ -101,8 +101,8 @@ class Backend(ABC):
 
     @cached_property
     def gate(self) -> InterpreterYield:
-        """A call that does much in Python itself gives way here as often as it can: the store does so after every page
-        of `get` and `put`."""
+        """A backend whose calls do much in Python gives way here as often as it can: the store does so after every
+        page of `get` and `put`."""
         return InterpreterYield()
 
     def register(self, group: str, array: NDArray[np.uint8]) -> None:  # noqa: B027
@@ -119,7 +119,7 @@ class Backend(ABC):
 
     @abstractmethod
     def delete(self, names: Sequence[str]) -> None:
-        """Remove damaged values, by key. Nobody asks for a whole namespace to go: keys do not show it."""
+        """Remove damaged values, by key. Whole namespaces are never removed: keys do not show them."""
 
     def stats(self) -> dict[str, Any]:
         return {}

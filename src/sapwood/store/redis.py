@@ -27,7 +27,8 @@ _TOPOLOGY_REFRESH_SECONDS = 1.0  # seconds between two looks at which node has w
 
 
 class Tls(NamedTuple):
-    """Whom to trust (`ca` None: the system's authorities), and who we are, as files. `insecure`: trust anybody."""
+    """Files: the authorities to trust (`ca` None: the system's), the client's certificate and its key. `insecure`: any
+    server is trusted."""
 
     ca: str | None
     cert: str | None
@@ -35,7 +36,7 @@ class Tls(NamedTuple):
     insecure: bool
 
     def options(self, where: Where) -> dict[str, Any]:
-        """What the client is made with. The files are read once, now: a mistake in them should have a name."""
+        """Options of the client. The files are read once, now: an error should name the wrong one."""
         for name, file in (("ca", self.ca), ("cert", self.cert)):
             try:
                 if file is not None and name == "ca":
@@ -44,8 +45,8 @@ class Tls(NamedTuple):
                     ssl.create_default_context().load_cert_chain(file, self.key)
             except OSError as error:  # an ssl.SSLError is one
                 what = "cert and key" if name == "cert" else name
-                said = "no certificate in PEM" if isinstance(error, ssl.SSLError) else str(error.strerror).lower()
-                raise StoreError(f"{where.shown}: {what} cannot be used: {file}: {said}") from None
+                reason = "no certificate in PEM" if isinstance(error, ssl.SSLError) else str(error.strerror).lower()
+                raise StoreError(f"{where.shown}: {what} cannot be used: {file}: {reason}") from None
         return {
             "ssl": True,
             "ssl_ca_certs": self.ca,
@@ -58,7 +59,7 @@ class Tls(NamedTuple):
 
 class RedisBackend(Backend):
     """`ttl`: seconds after the last use at which the server forgets a value; None leaves that to its own policy.
-    `timeout`: seconds after which a connection that says nothing is given up."""
+    `timeout`: seconds after which a silent connection is given up."""
 
     workers = 2
     part_bytes = 4 << 20  # a pipeline holds a copy of what it sends
@@ -72,9 +73,9 @@ class RedisBackend(Backend):
         self._errors = (redis.RedisError, redis.exceptions.RedisClusterException, OSError)
         self._ttl = ttl
         self._cluster = cluster
-        self._looked = 0.0
+        self._refreshed = 0.0
         self._lock = threading.Lock()
-        self._evidence = {"moved": 0, "nodes": 0}
+        self._topology = {"moved": 0, "nodes": 0}
         retry = redis.retry.Retry(redis.backoff.NoBackoff(), 0)
         options: dict[str, Any] = {
             "host": where.host or "127.0.0.1",
@@ -94,14 +95,14 @@ class RedisBackend(Backend):
                 self._client = redis.Redis(
                     **options, db=_database(where.path), retry=retry, retry_on_error=[], max_connections=self.workers
                 )
-            self._try_out()
+            self._try_commands()
         except (*self._errors, IndexError) as error:
             raise StoreError(f"{where.shown}: {self._clean(self._why(error, tls is not None), where)}") from None
         if tls is not None and tls.insecure:
             log.warning("store %s: insecure=1: whoever answers there is trusted", where.shown)
 
     def _why(self, error: BaseException, tls: bool) -> str:
-        """Why the first contact failed, in words that say what to do. The client hides causes behind causes."""
+        """Why the first contact failed, and what to do. The client hides causes behind causes."""
         wrong = self._redis.exceptions
         cause: BaseException | None = error
         while cause is not None:
@@ -113,11 +114,11 @@ class RedisBackend(Backend):
                 return f"the server refuses: {cause}"
             cause = cause.__cause__ or cause.__context__
         kind = "cluster" if self._cluster else "server"
-        spoke = "with TLS; a server without it is redis://" if tls else "without TLS; a server with it is rediss://"
-        return f"no Redis {kind} answers there ({spoke}): {error}"
+        tried = "with TLS; a server without it is redis://" if tls else "without TLS; a server with it is rediss://"
+        return f"no Redis {kind} answers there ({tried}): {error}"
 
-    def _try_out(self) -> None:
-        """The commands that will be used, once."""
+    def _try_commands(self) -> None:
+        """Send each command that will be used once."""
         self._client.exists("sapwood:try")
         if self._ttl is not None:
             self._client.getex("sapwood:try", ex=self._ttl)
@@ -188,7 +189,7 @@ class RedisBackend(Backend):
             self._execute_or_fail(pipe, len(places))
 
     def stats(self) -> dict[str, Any]:
-        return {"cluster": self._cluster, "ttl": self._ttl, **(self._evidence if self._cluster else {})}
+        return {"cluster": self._cluster, "ttl": self._ttl, **(self._topology if self._cluster else {})}
 
     def close(self) -> None:
         self._client.close()
@@ -210,9 +211,9 @@ class RedisBackend(Backend):
             label = node.name if node is not None else ""
             nodes.setdefault(label, []).append(place)
             found[label] = node
-        self._evidence["nodes"] = len(self._client.get_nodes())
+        self._topology["nodes"] = len(self._client.get_nodes())
         if "" in found:
-            self._look_again()
+            self._refresh_topology()
         for label, places in nodes.items():
             if found[label] is None:
                 yield places, None
@@ -226,8 +227,8 @@ class RedisBackend(Backend):
         if self._cluster:
             moved = sum(isinstance(answer, self._redis.exceptions.MovedError) for answer in answers)
             if moved:
-                self._evidence["moved"] += moved
-                self._look_again()
+                self._topology["moved"] += moved
+                self._refresh_topology()
         return answers
 
     def _execute_or_fail(self, pipe: Any, n: int) -> list[Any]:
@@ -239,16 +240,16 @@ class RedisBackend(Backend):
         except (*self._errors, StoreError) as error:
             if not self._cluster:
                 raise
-            self._look_again()
+            self._refresh_topology()
             return [error] * n
 
-    def _look_again(self) -> None:
+    def _refresh_topology(self) -> None:
         """Ask the cluster which node has which slots now; not too often."""
         with self._lock:
             now = time.monotonic()
-            if now < self._looked + _TOPOLOGY_REFRESH_SECONDS:
+            if now < self._refreshed + _TOPOLOGY_REFRESH_SECONDS:
                 return
-            self._looked = now
+            self._refreshed = now
         with contextlib.suppress(*self._errors):
             self._client.nodes_manager.initialize()
 

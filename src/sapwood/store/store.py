@@ -1,7 +1,7 @@
-"""The store as its caller sees it, whoever does the work: threads of this process (jobs.py) or another (process.py).
+"""The store as its caller sees it. The work is done by threads of this process (jobs.py) or by another (process.py).
 
-What is wrong with a call is said here, before anything begins; what a store that fails or is busy need not be asked is
-refused here, and costs next to nothing.
+Arguments are checked here, before anything begins; calls that a failing or busy store need not get are refused here,
+which costs next to nothing.
 """
 
 from __future__ import annotations
@@ -18,28 +18,27 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .breaker import Breaker
-from .interpreter_yield import InterpreterYield
-from .keys import Fingerprint
+from .keys import HASH_BYTES, Fingerprint
 from .protocol import JobDone, Kind, Released, StoreError
+from .threads import InterpreterYield
 from .values import Arena, digests
 
 log = logging.getLogger("sapwood.store")
 
-_READS = 16  # questions and reads may wait in queues so many times as long as writes: these can be dropped
+_READS = 16  # queues of questions and reads may be so many times as long as that of writes, which can be dropped
 Hashes = Sequence[bytes] | bytes | bytearray | memoryview
 
 
 class Store(ABC):
     """Pages by key, in a backend. One caller submits and polls; nothing it calls here waits for the backend.
 
-    Page ids are rows of the registered arrays; 0 says that a group has no part at a page, as everywhere in Sapwood.
-    Nothing here removes a namespace's pages: evicting it from a cache leaves them in the store, where they are found
-    again under the same adapter, salt and version. docs/store.md ("Who shares") says what to do instead.
+    Page ids are rows of the registered arrays; 0 means that a group has no part at a page, as everywhere in Sapwood.
+    No call removes a namespace's pages: evicting it from a cache leaves them in the store, where they are found again
+    under the same adapter, salt and version. docs/store.md ("Who shares") explains what to do instead.
     """
 
-    gate: InterpreterYield | None = (
-        None  # `with store.gate:` its threads are not in the way; None if it has none in this process
-    )
+    # `with store.gate:` its threads yield the interpreter; None if it has no threads in this process.
+    gate: InterpreterYield | None = None
 
     def __init__(
         self,
@@ -60,7 +59,7 @@ class Store(ABC):
         self._shown = shown
         self._queue_pages = queue_pages
         self._arenas: dict[str, Arena] = {}
-        # By kind: the keys of all jobs so far, and of those the ones that do not wait any more.
+        # By kind: the keys of all jobs so far, and how many of them do not wait any more.
         self._given: dict[Kind, int] = {"exists": 0, "get": 0, "put": 0}
         self._taken: dict[Kind, int] = {"exists": 0, "get": 0, "put": 0}
         self._asked = dict.fromkeys(("submitted", "empty", "dropped", "refused"), 0)
@@ -73,9 +72,13 @@ class Store(ABC):
 
     # ---- what the caller does
 
-    @abstractmethod
     def register(self, group: str, array: NDArray[np.uint8]) -> None:
         """Host memory of a group: a uint8 array [pages, page_bytes], whose row p is page p. Kept until `close`."""
+        arena = Arena(self.fingerprint, group, array)
+        if group in self._arenas:
+            raise ValueError(f"group {group!r} must be registered once, and was before")
+        self._register(arena)
+        self._arenas[group] = arena
 
     def exists(self, hashes: Hashes, groups: Mapping[str, ArrayLike], *, timeout: float) -> int | None:
         """Ask which pages seem to be there: `groups` has, for each group, one entry a hash, not 0 where it is asked.
@@ -98,52 +101,57 @@ class Store(ABC):
 
     @abstractmethod
     def wait(self, timeout: float) -> bool:
-        """Until there is something to poll, or for so many seconds. True if there is."""
+        """Wait until `poll` has reports, or for so many seconds. True if it has."""
 
     @abstractmethod
     def drain(self, timeout: float) -> bool:
-        """Until no job is under way and all memory is the caller's. True if so in time; the reports can be polled."""
+        """Wait until no job is under way and all memory is the caller's; the reports stay to be polled. False if that
+        takes longer."""
 
     @abstractmethod
     def close(self, timeout: float = 5.0) -> bool:
-        """Begin nothing more, and wait for what is under way. False if somebody may still touch the memory."""
+        """Begin no more jobs, and wait for those under way. False if the memory may still be touched."""
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:
-        """Counts since the start, and how things stand now. Nothing in it is secret."""
+        """Counts since the start, and the present state. It holds no secrets."""
 
     def fileno(self) -> int | None:
-        """A file that is readable when there may be something to poll; None where `on_report` is called instead."""
+        """A file that is readable when there may be reports to poll; None where `on_report` is called instead."""
         return None
 
     # ---- on the caller's thread
 
     @property
     def _away(self) -> bool:
-        """Whether there is nobody to ask, for now."""
+        """Whether the store is not there, for now."""
         return False
 
     @property
     def _clogged(self) -> bool:
-        """Whether nothing more can be handed over, for now."""
+        """Whether no more jobs can be handed over, for now."""
         return False
+
+    @abstractmethod
+    def _register(self, arena: Arena) -> None:
+        """Let the workers know the memory of a group."""
 
     @abstractmethod
     def _begin(
         self, id: int, kind: Kind, hashes: bytes, arenas: list[Arena], pages: NDArray[np.int64], deadline: float
     ) -> None:
-        """Have a job done. `pages` has a row a hash and a column a group, and at least one that is not 0."""
+        """Begin a job. `pages` has a row for each hash, a column for each group, and at least one that is not 0."""
 
     def _submit(self, kind: Kind, hashes: Hashes, pages: Mapping[str, ArrayLike], timeout: float) -> int | None:
         breaker = self._breaker_of(kind)
-        # A dead store costs next to nothing. One that cannot be read is not written to; the other way round it is read.
+        # A store that cannot be read is not written to either; one that cannot be written to is still read.
         for asked in (breaker, self.breaker) if kind == "put" else (breaker,):
             if (asked.state == "open" or self._away) and not self._closed:
                 asked.refused += 1
                 self._asked["refused"] += 1
                 return None
         run = digests(hashes)
-        n = len(run) // 32
+        n = len(run) // HASH_BYTES
         arenas = []
         table = np.zeros((n, len(pages)), np.int64)
         for i, (group, ids) in enumerate(pages.items()):
@@ -187,7 +195,7 @@ class Store(ABC):
         return self.write_breaker if kind == "put" else self.breaker
 
     def _judge(self, kind: Kind, failed: str, neglected: bool, answered: bool, why: str) -> None:
-        """What a job that is over says about the store."""
+        """Let a job that is over count for or against the store."""
         breaker, writes = self._breaker_of(kind), kind == "put"
         if failed in ("timeout", "error") and neglected:
             if breaker.failure(kind):
@@ -196,5 +204,5 @@ class Store(ABC):
         elif answered:
             if breaker.success(kind):
                 log.warning("store %s %s again", self._shown, "takes pages" if writes else "answers")
-        else:  # it never came to the backend: others were before it
+        else:  # it never came to the backend: other jobs were before it
             breaker.unknown()

@@ -39,19 +39,19 @@ class Where:
         return f"{self.scheme}://{secret}{host}{port}{self.path}"
 
     def take(self, name: str, read: Callable[[str, str], T], default: T) -> T:
-        """An option, read and ticked off."""
+        """An option, read and removed from the options."""
         text = self.options.pop(name, None)
         return default if text is None else read(f"{name} of {self.scheme}://", text)
 
     def no_more(self, known: str) -> None:
-        """Every option has been taken, or the rest is named."""
+        """ValueError if an option is left that was not taken."""
         for name in self.options:
             named = repr(name) if re.fullmatch(r"[A-Za-z_]{1,32}", name) else "one that is no word"
             raise ValueError(f"options of {self.scheme}:// are {known}; got {named}")
 
 
 def parse(uri: str) -> Where:
-    """Take a URI apart. Errors name the part that is wrong, never what stood in it if it can be a secret."""
+    """Take a URI apart. Errors name the part that is wrong, never its text if that can be a secret."""
     if not isinstance(uri, str) or "://" not in uri:
         raise ValueError("a store is given as a URI such as file:///var/cache/sapwood?size=20GiB")
     scheme = uri.partition("://")[0].lower()

@@ -1,4 +1,4 @@
-"""What is stored: a header and the bytes of one page of one group. Whatever does not fit its header is a miss.
+"""What is stored: a header and the bytes of one page of one group. A value that does not fit its header is a miss.
 
     0      8        10      12     16        24            56      88         104    128
     magic  version  group   zeros  length    fingerprint   hash    checksum   zeros  | page bytes ...
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from .keys import Fingerprint, key_prefix
+from .keys import HASH_BYTES, Fingerprint, key_prefix
 
 MAGIC = b"SAPWOOD\0"
 VERSION = 1
@@ -23,7 +23,7 @@ HEAD_BYTES = 128
 REASONS = ("short", "magic", "version", "fingerprint", "length", "key", "checksum")
 
 _ARENA = struct.Struct("<8sHHIQ32s")  # what all pages of a group have in common; then the hash
-_KNOWN = slice(0, _ARENA.size + 32)
+_KNOWN = slice(0, _ARENA.size + HASH_BYTES)
 _CHECKSUM = slice(_KNOWN.stop, _KNOWN.stop + 16)
 _PADDING = bytes(HEAD_BYTES - _CHECKSUM.stop)
 
@@ -31,7 +31,7 @@ try:
     import xxhash
 
     checksum = xxhash.xxh3_128_digest
-except ImportError:  # an engine without a store runs all the same; `open_store` says what is missing
+except ImportError:  # an engine without a store runs all the same; `open_store` reports what is missing
 
     def checksum(page: memoryview) -> bytes:  # type: ignore[misc]
         raise ModuleNotFoundError("a store needs the package xxhash: pip install xxhash")
@@ -113,13 +113,13 @@ class Item:
 
 
 def digests(hashes: Sequence[bytes] | bytes | bytearray | memoryview) -> bytes:
-    """Chain hashes as one run of bytes: given so, or as a sequence of 32-byte digests."""
+    """Chain hashes as one run of bytes: given so, or as a sequence of digests."""
     if isinstance(hashes, bytes | bytearray | memoryview):
         run = bytes(hashes)
-        if len(run) % 32:
-            raise ValueError(f"hashes must be 32 bytes each, got {len(run)} bytes")
+        if len(run) % HASH_BYTES:
+            raise ValueError(f"hashes must be {HASH_BYTES} bytes each, got {len(run)} bytes")
         return run
     for digest in hashes:
-        if len(digest) != 32:
-            raise ValueError(f"hashes must be 32 bytes each, got one of {len(digest)}")
+        if len(digest) != HASH_BYTES:
+            raise ValueError(f"hashes must be {HASH_BYTES} bytes each, got one of {len(digest)}")
     return b"".join(hashes)

@@ -20,19 +20,19 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .keys import Fingerprint, GroupLayout
+from .keys import HASH_BYTES, Fingerprint, GroupLayout
 from .protocol import JobDone, Kind, StoreError
 
 OPEN, REGISTER, JOB, CLOSE, OPENED, REGISTERED, REFUSED, TAKEN, COUNTS, DONE, RELEASED = range(1, 12)
 KINDS: Final[tuple[Kind, ...]] = ("exists", "get", "put")
 FAILURES = ("", "timeout", "error", "closed")
-ROOM = 256 << 10  # bytes that are read at once
+READ_BYTES = 256 << 10  # bytes that are read at once
 
-_FILES = socket.CMSG_SPACE(4 * 16)  # of files that come with one frame there is one
+_FILES = socket.CMSG_SPACE(4 * 16)  # more than enough: a frame has one file at most
 _HEAD = struct.Struct("<IB")
 _REGISTER = struct.Struct("<HQIQ")  # group, pages, bytes of a page, where in the file
-_JOB = struct.Struct("<QBdIH")  # id, kind, deadline, hashes, groups; then groups, hashes, a page a hash and group
-_DONE = struct.Struct("<QBBBBH")  # id, failure, held, neglected, answered, size of why; then why, a byte a page
+_JOB = struct.Struct("<QBdIH")  # id, kind, deadline, hashes, groups; then groups, hashes, a page for each of both
+_DONE = struct.Struct("<QBBBBH")  # id, failure, held, neglected, answered, size of why; then why, a byte for each page
 _ABREAST = struct.Struct("<H")
 _TAKEN = struct.Struct("<3Q")
 _ID = struct.Struct("<Q")
@@ -66,19 +66,19 @@ class Frames:
 
 
 class Connection:
-    """An end of the socket whose owner never waits: what cannot be sent yet is kept, and sent on with every call."""
+    """An end of the socket. Its owner never waits: bytes that cannot be sent yet are kept and sent with later calls."""
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
         self._socket = end
-        self._came = select.poll()  # asking first costs a third of an error that says there is nothing
+        self._came = select.poll()  # asking first costs a third of a BlockingIOError
         self._came.register(end, select.POLLIN)
         self._frames = Frames()
-        self._room = memoryview(bytearray(ROOM))
+        self._room = memoryview(bytearray(READ_BYTES))
         self._unsent: collections.deque[tuple[memoryview, tuple[int, ...]]] = collections.deque()
         self.unsent = 0  # bytes
-        self.files: collections.deque[int] = collections.deque()  # that came, in the order of their frames
-        self.lost = False  # nobody is at the other end
+        self.files: collections.deque[int] = collections.deque()  # received, in the order of their frames
+        self.lost = False  # the other end is closed
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -101,7 +101,7 @@ class Connection:
                     sent = self._socket.send(data)
             except BlockingIOError:
                 sent = 0
-            except OSError:  # what it said before is still to be read
+            except OSError:  # frames from before can still be read
                 self._unsent.clear()
                 self.unsent = 0
                 return
@@ -140,7 +140,7 @@ class Connection:
 
 
 class Opening(NamedTuple):
-    """What the process needs to know to open the store."""
+    """What the process needs to open the store."""
 
     uri: str
     fingerprint: Fingerprint
@@ -218,12 +218,13 @@ class SentJob(NamedTuple):
         id, kind, deadline, n, groups = _JOB.unpack_from(body)
         names = struct.unpack_from(f"<{groups}H", body, _JOB.size)
         begin = _JOB.size + 2 * groups
-        table = np.frombuffer(body, "<i4", n * groups, begin + 32 * n).reshape(n, groups)
-        return cls(id, KINDS[kind], deadline, names, body[begin : begin + 32 * n], table.astype(np.int64))
+        end = begin + HASH_BYTES * n
+        table = np.frombuffer(body, "<i4", n * groups, end).reshape(n, groups)
+        return cls(id, KINDS[kind], deadline, names, body[begin:end], table.astype(np.int64))
 
 
 class JobReport(NamedTuple):
-    """A JobDone as it travels, with what it says about the store."""
+    """A JobDone as it travels, with what its sender learnt about the store."""
 
     id: int
     failed: str

@@ -12,9 +12,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,87 +26,19 @@ from sapwood.scheduler import Batch, Event, Plan, StepDone, StepFailed
 from ..models import recurrent
 from ..models.gathered import gather_of
 from ..models.model import Flat, ServedModel
+from ..params import Likely
+from ..samples import StepLogprobs
 from ..transfer.torch_mover import TorchArena
 from . import attention as att
 from .pieces import BatchPiece, pieces
+from .rows import Greedy, PlanRows, RowSource
 from .sampling import Logprobs, Sampled, logprobs_of
 
 log = logging.getLogger(__name__)
-
-
-Likely = dict[int, tuple[float, int]]  # token -> log-probability and rank
 _MIN_PIECE_TOKENS, _MAX_PIECE_TOKENS = 16, 1 << 30  # tokens of a piece: below, it is not tried in smaller ones
 _STEPS_BEFORE_GROWTH = 256  # steps that fit, before pieces are tried that are twice as large
 _MAX_GATHERED_SCORES = 1 << 27  # scores of a layer that attends by itself: every token's with every key, for every head
 _SCORED_TOKENS = 256  # prompt tokens whose log-probabilities are taken at once
-
-
-class StepLogprobs(NamedTuple):
-    """What a plan found of log-probabilities, by request."""
-
-    tokens: dict[str, Likely]
-    prompts: dict[str, list[tuple[int, Likely]]]  # with the positions of the tokens
-
-
-class Hooks(Protocol):
-    """What an executor asks of whoever knows the requests."""
-
-    max_logprobs: int  # of the likeliest tokens, that anybody may ask for
-
-    def seat(self, plan: Plan) -> None:
-        """Slots have new owners (`plan.seated`)."""
-
-    def plain(self, plan: Plan, rows: Sequence[int]) -> bool:
-        """Whether each of these rows of the plan's batch gets its likeliest token, and nothing else is asked of it."""
-
-    def draw(self, logits: Tensor, plan: Plan, rows: Sequence[int]) -> Sampled:
-        """A token for each of these rows of the plan's batch."""
-
-    def scored(self, plan: Plan) -> dict[int, npt.NDArray[np.int32]]:
-        """Rows of the batch whose prompt's log-probabilities are wanted: for the first of their tokens, which tokens
-        come next."""
-
-    def adapted(self, plan: Plan, tokens: slice) -> AbstractContextManager[Any]:
-        """Around the model's forward for some of the batch's tokens: the adapters of their rows."""
-
-    def adapter_slots(self, plan: Plan) -> npt.NDArray[np.int32] | None:
-        """The slot of the adapter of each of the batch's tokens, 0 for none; None: nobody has one. The adapters are on
-        the device then."""
-
-    def adapting(self, slots: Tensor) -> AbstractContextManager[Any] | None:
-        """Around a forward that reads from memory which token has which slot, so that it can be captured. None: this
-        model's adapters cannot be applied so, or it has none."""
-
-    def over(self, plan: Plan) -> None:
-        """A plan is over, one way or the other."""
-
-
-class Greedy:
-    """The likeliest token, always, and no adapters."""
-
-    max_logprobs = 0
-
-    def seat(self, plan: Plan) -> None: ...
-
-    def plain(self, plan: Plan, rows: Sequence[int]) -> bool:
-        return True
-
-    def draw(self, logits: Tensor, plan: Plan, rows: Sequence[int]) -> Sampled:
-        return Sampled(logits.argmax(-1), ~torch.isfinite(logits).all(-1), np.zeros(0, np.int64), None)
-
-    def scored(self, plan: Plan) -> dict[int, npt.NDArray[np.int32]]:
-        return {}
-
-    def adapted(self, plan: Plan, tokens: slice) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def adapter_slots(self, plan: Plan) -> npt.NDArray[np.int32] | None:
-        return None
-
-    def adapting(self, slots: Tensor) -> AbstractContextManager[Any] | None:
-        return None
-
-    def over(self, plan: Plan) -> None: ...
 
 
 class Scores(NamedTuple):
@@ -120,8 +51,7 @@ class Scores(NamedTuple):
 
 
 class Running(NamedTuple):
-    plan: Plan
-    rows: list[int]  # of the batch, that sample
+    rows: PlanRows
     drawn: Sampled
     scores: list[Scores]
     ready: Any = None  # on a GPU: the event after which all of this is on host
@@ -129,15 +59,16 @@ class Running(NamedTuple):
 
 class ModelExecutor:
     """Runs plans on a model. `arena` holds the memory of its groups, page-major, as the scheduler gives it out.
-    `told`: by step, what plans that are done found of log-probabilities; whoever wants it takes it out."""
+    `source`: where the rows of each plan come from. `logprobs`: by step, what plans that are done found; the engine
+    takes it out."""
 
-    def __init__(self, served: ServedModel, arena: TorchArena, slots: int, hooks: Hooks | None = None) -> None:
+    def __init__(self, served: ServedModel, arena: TorchArena, slots: int, source: RowSource | None = None) -> None:
         served.bind(arena)
         self.served = served
         self.arena = arena
         self.device = served.device
-        self.hooks: Hooks = Greedy() if hooks is None else hooks
-        self.told: dict[int, StepLogprobs] = {}
+        self.source: RowSource = Greedy() if source is None else source
+        self.logprobs: dict[int, StepLogprobs] = {}
         self.waited = 0.0  # seconds for the device, by `finish`
         # Tokens of a piece; less after a step that memory did not suffice for, for a while.
         self.most = _MAX_PIECE_TOKENS
@@ -147,24 +78,24 @@ class ModelExecutor:
         self._state = next((group.name for group in served.groups if group.family == "state"), None)
 
     def begin(self, plan: Plan) -> None:
-        self.hooks.seat(plan)
+        rows = self.source.rows(plan)
         try:
-            while not self._fits(plan):
+            while not self._fits(rows):
                 pass
         except BaseException:
-            self.hooks.over(plan)
+            rows.close()
             raise
 
-    def _fits(self, plan: Plan) -> bool:
+    def _fits(self, rows: PlanRows) -> bool:
         """Run a plan. False if memory did not suffice: then it can be tried again, in smaller pieces."""
         try:
-            self._running.append(self._run(plan))
+            self._running.append(self._run(rows))
             self._more()
             return True
         except Exception as error:
             if not out_of_memory(error):
                 raise
-            largest = min(self.most, int(plan.batch.lengths.sum()))
+            largest = min(self.most, int(rows.plan.batch.lengths.sum()))
             if largest <= _MIN_PIECE_TOKENS:
                 raise
             # States have gone on in some layers and not in others: the scheduler must take that back, and does not try
@@ -184,16 +115,15 @@ class ModelExecutor:
             if self._fitted >= _STEPS_BEFORE_GROWTH:
                 self.most, self._fitted = 2 * self.most, 0
 
-    def _run(self, plan: Plan) -> Running:
-        batch = plan.batch
-        scored = self.hooks.scored(plan)
+    def _run(self, rows: PlanRows) -> Running:
+        plan, batch = rows.plan, rows.plan.batch
         scores: list[Scores] = []
         found: list[Tensor] = []
         self._copy(plan.copies, "before")
         for piece in pieces(batch, self._largest(batch)):
-            flat, which = self._flat(plan, piece, scored)
+            flat, which = self._flat(plan, piece, rows.scored)
             self._scrub(flat)
-            with self.hooks.adapted(plan, slice(piece.first, piece.last)):
+            with rows.adapted(slice(piece.first, piece.last)):
                 logits = self.served.logits(flat)
             found.append(logits[: len(piece.samples)])
             rest = logits[len(piece.samples) :]
@@ -201,11 +131,10 @@ class ModelExecutor:
                 scores += self._score(row, first, tokens, rest[: len(tokens)])
                 rest = rest[len(tokens) :]
         self._copy(plan.copies, "after")
-        rows = batch.samples.nonzero()[0].tolist()
-        drawn = self.hooks.draw(torch.cat(found) if len(found) > 1 else found[0], plan, rows)
-        if rows:
-            self._last[self._put(batch.slots[rows])] = drawn.tokens
-        return Running(plan, rows, drawn, scores)
+        drawn = rows.draw(torch.cat(found) if len(found) > 1 else found[0], self.newest)
+        if rows.sampling:
+            self._last[self._put(batch.slots[rows.sampling])] = drawn.tokens
+        return Running(rows, drawn, scores)
 
     def _largest(self, batch: Batch) -> int:
         """The most tokens of a piece. Where models attend by themselves, scores take the memory of tokens times keys:
@@ -217,17 +146,19 @@ class ModelExecutor:
         return min(self.most, max(_MIN_PIECE_TOKENS, _MAX_GATHERED_SCORES // (heads * max(keys, 1))))
 
     def finish(self, block: bool = True) -> Sequence[Event]:
-        plan, rows, drawn, scores, _ = self._running.popleft()
-        self.hooks.over(plan)
+        rows, drawn, scores, _ = self._running.popleft()
+        rows.close()
+        plan = rows.plan
         assert plan.step is not None
         begin = time.perf_counter()
         wrong = drawn.bad.cpu().numpy()
         self.waited += time.perf_counter() - begin
         if wrong.any():
-            culprits = [plan.batch.ids[row] for row, is_bad in zip(rows, wrong.tolist(), strict=True) if is_bad]
+            ids = plan.batch.ids
+            culprits = [ids[row] for row, is_bad in zip(rows.sampling, wrong.tolist(), strict=True) if is_bad]
             return [StepFailed(plan.step, "the model's logits are no numbers (NaN or infinite)", culprits)]
         if drawn.logprobs is not None or scores:
-            self.told[plan.step] = _told(plan, rows, drawn, scores)
+            self.logprobs[plan.step] = _by_request(rows, drawn, scores)
         return [StepDone(plan.step, drawn.tokens.cpu().numpy().astype(np.int32))]
 
     def close(self) -> None:
@@ -245,7 +176,7 @@ class ModelExecutor:
     # ---- plans as tensors
 
     def _flat(
-        self, plan: Plan, piece: BatchPiece, scored: dict[int, npt.NDArray[np.int32]]
+        self, plan: Plan, piece: BatchPiece, scored: Mapping[int, npt.NDArray[np.int32]]
     ) -> tuple[Flat, list[tuple[int, int, Tensor]]]:
         """The piece for the model; and of rows whose prompt is scored: (row, position, next tokens), whose logits come
         behind those of the rows that sample."""
@@ -301,7 +232,7 @@ class ModelExecutor:
         for at in range(0, len(tokens), _SCORED_TOKENS):
             some = tokens[at : at + _SCORED_TOKENS]
             yield Scores(
-                row, first + at, some, logprobs_of(logits[at : at + _SCORED_TOKENS], some, self.hooks.max_logprobs)
+                row, first + at, some, logprobs_of(logits[at : at + _SCORED_TOKENS], some, self.source.max_logprobs)
             )
 
     # ---- memory
@@ -338,16 +269,17 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
-def _told(plan: Plan, rows: list[int], drawn: Sampled, scores: list[Scores]) -> StepLogprobs:
-    ids = plan.batch.ids
-    told = StepLogprobs({}, {})
+def _by_request(rows: PlanRows, drawn: Sampled, scores: list[Scores]) -> StepLogprobs:
+    ids = rows.plan.batch.ids
+    new: dict[str, Likely] = {}
+    prompts: dict[str, list[tuple[int, Likely]]] = {}
     if drawn.logprobs is not None:
         asked = drawn.asked.tolist()
         likely = _likely(drawn.tokens[torch.from_numpy(drawn.asked).to(drawn.tokens.device)], drawn.logprobs)
-        told.tokens.update((ids[rows[at]], each) for at, each in zip(asked, likely, strict=True))
+        new = {ids[rows.sampling[at]]: each for at, each in zip(asked, likely, strict=True)}
     for row, first, tokens, logprobs in scores:
-        told.prompts.setdefault(ids[row], []).extend(enumerate(_likely(tokens, logprobs), first))
-    return told
+        prompts.setdefault(ids[row], []).extend(enumerate(_likely(tokens, logprobs), first))
+    return StepLogprobs(new, prompts)
 
 
 def _likely(tokens: Tensor, logprobs: Logprobs) -> list[Likely]:

@@ -33,12 +33,13 @@ from ..models import recurrent
 from ..models.model import ServedModel
 from ..transfer.torch_mover import TorchArena
 from .attention import ScoreOptions
-from .executor import Hooks, ModelExecutor, Running, Scores
+from .executor import ModelExecutor, Running, Scores
 from .graphs import Graphs
 from .packing import Packer, Sizes, StepSize
 from .pieces import BatchPiece, pieces
 from .pinned_copies import PinnedCopies
 from .ragged import take_all_tokens
+from .rows import PlanRows, RowSource
 from .sampling import Logprobs, Sampled
 from .step_buffer import StepBuffer
 
@@ -51,12 +52,12 @@ class GpuExecutor(ModelExecutor):
         served: ServedModel,
         arena: TorchArena,
         slots: int,
-        hooks: Hooks | None = None,
+        source: RowSource | None = None,
         *,
         columns: int,
         most_tokens: int,
     ) -> None:
-        super().__init__(served, arena, slots, hooks)
+        super().__init__(served, arena, slots, source)
         self._slots = slots
         self._cuda = self.device.type == "cuda"
         self._windows = {group.name: group.window for group in served.groups if group.family != "state"}
@@ -111,10 +112,10 @@ class GpuExecutor(ModelExecutor):
             return self._compute(size)
 
     def _adapting(self, size: StepSize) -> AbstractContextManager[Any] | None:
-        return self.hooks.adapting(self._buffer.device.adapters[: size.tokens])
+        return self.source.adapting(self._buffer.device.adapters[: size.tokens])
 
     def _can_adapt(self) -> bool:
-        return self.hooks.adapting(self._buffer.device.adapters) is not None
+        return self.source.adapting(self._buffer.device.adapters) is not None
 
     def _forward(self, size: StepSize, apart: recurrent.StateRows | None = None) -> Tensor:
         """`apart`: the rows of a step as mixers need them that cannot take all tokens at once."""
@@ -147,26 +148,24 @@ class GpuExecutor(ModelExecutor):
 
     # ---- plans
 
-    def _run(self, plan: Plan) -> Running:
-        batch = plan.batch
-        scored = self.hooks.scored(plan)
-        rows = batch.samples.nonzero()[0].tolist()
-        can_pad = not scored and self._one_size(plan)
+    def _run(self, rows: PlanRows) -> Running:
+        plan, batch = rows.plan, rows.plan.batch
+        can_pad = not rows.scored and self._one_size(plan)
         parts = pieces(batch, self._most_tokens(int(batch.lengths.sum()), can_pad))
         buckets = [self._sizes.bucket(piece.last - piece.first) if can_pad else None for piece in parts]
-        plain = len(parts) == 1 and buckets[0] is not None and self.hooks.plain(plan, rows)
+        plain = len(parts) == 1 and buckets[0] is not None and rows.plain()
         scores: list[Scores] = []
         found = []
         self._copy(plan.copies, "before")
         for at, (piece, bucket) in enumerate(zip(parts, buckets, strict=True)):
             if bucket is not None:
-                logits = self._padded(plan, piece, bucket, plain, at == 0)[: len(piece.samples)]
+                logits = self._padded(rows, piece, bucket, plain, at == 0)[: len(piece.samples)]
                 found.append(logits if len(parts) == 1 else logits.clone())  # the next graph writes there
             else:
-                found.append(self._as_it_is(plan, piece, scored, scores, at == 0))
+                found.append(self._as_it_is(rows, piece, scores, at == 0))
         self._copy(plan.copies, "after")
-        drawn = self._drawn(plan, rows, torch.cat(found) if len(found) > 1 else found[0], plain)
-        return self._read_back(Running(plan, rows, drawn, scores))
+        drawn = self._drawn(rows, torch.cat(found) if len(found) > 1 else found[0], plain)
+        return self._read_back(Running(rows, drawn, scores))
 
     def _most_tokens(self, tokens: int, can_pad: bool) -> int:
         """Of a piece. A step a little too large for a graph is computed by two of them: without, the host takes longer
@@ -184,32 +183,31 @@ class GpuExecutor(ModelExecutor):
                 return False
         return self._state is None or self._ragged or int(plan.batch.lengths.max()) == 1
 
-    def _padded(self, plan: Plan, piece: BatchPiece, bucket: int, plain: bool, changes: bool) -> Tensor:
+    def _padded(self, rows: PlanRows, piece: BatchPiece, bucket: int, plain: bool, changes: bool) -> Tensor:
         """The logits of a piece in a padded size: from a graph, where there is one."""
         key = bucket, int(piece.lengths.max()) == 1
-        size, adapters, tokens = self._sizes.known[key], self.hooks.adapter_slots(plan), slice(piece.first, piece.last)
+        size, adapters, tokens = self._sizes.known[key], rows.adapter_slots(), slice(piece.first, piece.last)
         if adapters is not None:
             adapters = adapters[tokens]
-        wanted, _ = self._wanted(plan, piece, {})
-        self._packer.send(plan, piece, size, wanted, plain=plain, changes=changes, adapters=adapters)
+        wanted, _ = self._wanted(rows.plan, piece, {})
+        self._packer.send(rows.plan, piece, size, wanted, plain=plain, changes=changes, adapters=adapters)
         if adapters is not None:
             return self.adapted_graphs.run(key, partial(self._compute_adapted, size))
-        with self.hooks.adapted(plan, tokens):
+        with rows.adapted(tokens):
             return self.graphs.run(key, partial(self._compute, size))
 
-    def _as_it_is(
-        self, plan: Plan, piece: BatchPiece, scored: Mapping[int, Any], scores: list[Scores], changes: bool
-    ) -> Tensor:
+    def _as_it_is(self, rows: PlanRows, piece: BatchPiece, scores: list[Scores], changes: bool) -> Tensor:
         """The logits of the rows of a piece that sample, computed in the size that it has. `scores` learns those of
         prompts."""
-        wanted, which = self._wanted(plan, piece, scored)
+        plan = rows.plan
+        wanted, which = self._wanted(plan, piece, rows.scored)
         size = self._sizes.size(piece.last - piece.first, max(1, len(wanted)))
         self._packer.send(plan, piece, size, wanted, changes=changes)
         apart = None
         if self._state is not None and not self._ragged:
             table = plan.tables[self._state][plan.batch.slots[piece.rows], 0]
             apart = self._states(np.cumsum(piece.lengths) - piece.lengths, piece.lengths, table)
-        with self.hooks.adapted(plan, slice(piece.first, piece.last)):
+        with rows.adapted(slice(piece.first, piece.last)):
             logits = self._forward(size, apart)
         rest = logits[len(piece.samples) :]
         for row, first, tokens in which:
@@ -217,14 +215,14 @@ class GpuExecutor(ModelExecutor):
             rest = rest[len(tokens) :]
         return logits[: len(piece.samples)]
 
-    def _drawn(self, plan: Plan, rows: list[int], logits: Tensor, plain: bool) -> Sampled:
+    def _drawn(self, rows: PlanRows, logits: Tensor, plain: bool) -> Sampled:
         """The tokens of a plan's rows; `plain`: the likeliest have been taken already. They are in `_out` too."""
-        n = len(rows)
+        n = len(rows.sampling)
         if plain:
             return Sampled(self._out[0, :n], self._out[1, :n], np.zeros(0, np.int64), None)
-        drawn = self.hooks.draw(logits[:n], plan, rows)
+        drawn = rows.draw(logits[:n], self.newest)
         if n:
-            slots = self._put(plan.batch.slots[rows])
+            slots = self._put(rows.plan.batch.slots[rows.sampling])
             best = torch.where(drawn.bad, torch.nan, 0.0)
             self._known.end(drawn.tokens, best, slots, self._out)
         return drawn
@@ -252,19 +250,19 @@ class GpuExecutor(ModelExecutor):
 
     def _read_back(self, running: Running) -> Running:
         """Copies of everything on host, which are there once the event is."""
-        plan, rows, drawn, scores, _ = running
-        told = None if drawn.logprobs is None else Logprobs(*map(self._link.fetch, drawn.logprobs))
-        tokens, bad = self._link.fetch(self._out[:, : len(rows)])
-        drawn = Sampled(tokens, bad, drawn.asked, told)
+        rows, drawn, scores, _ = running
+        logprobs = None if drawn.logprobs is None else Logprobs(*map(self._link.fetch, drawn.logprobs))
+        tokens, bad = self._link.fetch(self._out[:, : len(rows.sampling)])
+        drawn = Sampled(tokens, bad, drawn.asked, logprobs)
         scores = [
-            Scores(row, first, self._link.fetch(tokens), Logprobs(*map(self._link.fetch, logprobs)))
-            for row, first, tokens, logprobs in scores
+            Scores(row, first, self._link.fetch(tokens), Logprobs(*map(self._link.fetch, likely)))
+            for row, first, tokens, likely in scores
         ]
         event = None
         if self._cuda:
             event = torch.cuda.Event()
             event.record()
-        return Running(plan, rows, drawn, scores, event)
+        return Running(rows, drawn, scores, event)
 
     def finish(self, block: bool = True) -> Sequence[Event]:
         event = self._running[0].ready
@@ -289,10 +287,10 @@ class GpuExecutor(ModelExecutor):
 
     def newest(self, slots: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         """The tokens sampled last for these slots: by the last plan that was begun before this one."""
-        plan, rows, drawn, _, ready = self._running[-1]
+        rows, drawn, _, ready = self._running[-1]
         if ready is not None:
             ready.synchronize()
         tokens = np.zeros(self._slots, np.int64)
-        tokens[plan.batch.slots[rows]] = drawn.tokens.numpy()
+        tokens[rows.plan.batch.slots[rows.sampling]] = drawn.tokens.numpy()
         found: npt.NDArray[np.int64] = tokens[slots]
         return found

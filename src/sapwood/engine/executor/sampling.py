@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ..params import MOST_BAD_WORD_TOKENS, SamplingParams
+from .choosing import choose, on_rows
 from .pinned_copies import PinnedCopies
 
 Ints = Sequence[int] | npt.NDArray[np.integer[Any]]
@@ -38,12 +39,9 @@ _WORDS = 2  # bad words of several tokens
 _ALLOWED = 4
 _PENALTIES = 8
 _RANDOM = 16
-_MIN_P = 32
-_TOP_K = 64
-_TOP_P = 128
-_LOGPROBS = 256
-_RANKED = 512  # logprobs of the likeliest tokens besides
-_EARLY = 1024  # of a row: it has not reached min_tokens
+_LOGPROBS = 32
+_RANKED = 64  # logprobs of the likeliest tokens besides
+_EARLY = 128  # of a row: it has not reached min_tokens
 _SHAPED = _EDITS | _EARLY | _WORDS | _ALLOWED | _PENALTIES
 _HISTORY = _WORDS | _PENALTIES
 
@@ -53,7 +51,6 @@ _TEMPERATURE, _MINIMUM, _K, _P, _REPETITION, _FREQUENCY, _PRESENCE = range(7)
 _RECENT_TOKENS = 16  # tokens kept by slot: what bad words look back on, and steps in flight that may be sampled again
 _NONE = -2  # in place of tokens before the first
 _ANY = -1  # in bad words shorter than the longest
-_LIKELIEST_WEIGHT = 2.0**40  # the weight of the likeliest token
 
 
 class Logprobs(NamedTuple):
@@ -112,7 +109,7 @@ class _Seat:
 
 class Sampler:
     """Chooses tokens. `slots`: how many there are; `vocabulary`: how wide logits are; `source`: where seeds come from
-    for requests without one; `most_logprobs`: of the likeliest tokens, that anybody may ask for."""
+    for requests without one; `max_logprobs`: of the likeliest tokens, that anybody may ask for."""
 
     def __init__(
         self,
@@ -120,12 +117,12 @@ class Sampler:
         vocabulary: int,
         device: torch.device | str,
         source: random.Random,
-        most_logprobs: int = 20,
+        max_logprobs: int = 20,
     ) -> None:
         self.vocabulary = vocabulary
         self.device = torch.device(device)
         self._source = source
-        self._most_logprobs = most_logprobs
+        self.max_logprobs = max_logprobs
         self._kernel = _kernel(self.device)
         self._link = PinnedCopies(self.device)
         self._needs = np.full(slots, _EDITS)  # slots that are not seated are found when their edits are looked for
@@ -170,9 +167,7 @@ class Sampler:
         needs = _EDITS * bool(len(seat.named)) | _WORDS * bool(len(seat.finals)) | _ALLOWED * (seat.allowed is not None)
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         needs |= _PENALTIES * (penalties != (1, 0, 0))
-        if not params.greedy:
-            needs |= _RANDOM | _MIN_P * (params.min_p > 0) | _TOP_P * (params.top_p < 1)
-            needs |= _TOP_K * (0 < params.top_k < self.vocabulary)
+        needs |= _RANDOM * (not params.greedy)
         if params.logprobs is not None:
             needs |= _LOGPROBS | _RANKED * (params.logprobs > 0)
         if needs & _HISTORY:
@@ -184,7 +179,7 @@ class Sampler:
             self._rows[slot] = -1
         seed = self._source.getrandbits(64) if params.seed is None else params.seed
         self._streams[slot] = _mixed(_mixed(np.array([seed % 2**64], np.uint64)) + np.uint64(sample_index))[0]
-        k = params.top_k if needs & _TOP_K else self.vocabulary
+        k = params.top_k if 0 < params.top_k < self.vocabulary else self.vocabulary
         self._numbers[slot] = (params.temperature, params.min_p, k, params.top_p, *penalties)
         self._least[slot] = params.min_tokens
         self._seats[slot] = seat
@@ -248,7 +243,7 @@ class Sampler:
         if len(asked):
             at = self._put(asked)
             # Always as many: among equals, which come first may depend on how many are asked for.
-            most = self._most_logprobs if len(rows.that(_RANKED)) else 0
+            most = self.max_logprobs if len(rows.that(_RANKED)) else 0
             logprobs = logprobs_of(logits.index_select(0, at), tokens[at], most)
         if len(looking):
             self._observe(rows.some(looking), tokens[self._put(looking)])
@@ -275,12 +270,11 @@ class Sampler:
             some = logits if isinstance(those, slice) else logits.index_select(0, those)
             ratios = some.sub_(best[those]).div_(self._column(rows.slots, _TEMPERATURE, logits))
             weights = ratios.exp_().float()
+            numbers = np.column_stack([self._numbers[rows.slots][:, (_MINIMUM, _K, _P)], self._uniforms(rows)])
             if self._kernel is not None:
-                numbers = np.column_stack([self._numbers[rows.slots][:, (_MINIMUM, _K, _P)], self._uniforms(rows)])
                 tokens[those] = self._kernel(weights, self._put(np.ascontiguousarray(numbers)))
             else:
-                self._filter(rows, weights)
-                tokens[those] = self._draw(rows, weights)
+                tokens[those] = choose(weights, numbers, self._put)
         return tokens, best[:, 0]
 
     def _edit(self, rows: _Rows, logits: Tensor) -> None:
@@ -324,7 +318,7 @@ class Sampler:
                 bits[width:] = 0
         octets = self._put(packed).view(torch.uint8).view(-1).int()
         refused = self._octets.index_select(0, octets).view(len(which), -1)[:, : self.vocabulary]
-        self._apply(logits, which, lambda x: x.add_(refused))
+        on_rows(logits, which, lambda x: x.add_(refused), self._put)
 
     def _penalise(self, rows: _Rows, logits: Tensor) -> None:
         which = rows.that(_PENALTIES)
@@ -344,39 +338,7 @@ class Sampler:
             if numbers[:, (_FREQUENCY, _PRESENCE)].any():
                 x.sub_((counts >> 1) * frequency).sub_(_above(counts, 1, x).mul_(presence))
 
-        self._apply(logits, which, penalise)
-
-    def _filter(self, rows: _Rows, weights: Tensor) -> None:
-        """Make the weights of tokens zero that min_p, top_k and top_p, in that order, leave out."""
-        which = rows.that(_MIN_P)
-        if len(which):
-            share = self._column(rows.slots[which], _MINIMUM, weights)
-            self._apply(weights, which, lambda x: _drop(x, share))
-        which = rows.that(_TOP_K | _TOP_P)
-        if not len(which):
-            return
-        slots = rows.slots[which]
-        first = self._put(self.vocabulary - self._numbers[slots, _K, None].astype(np.int64))
-        p = self._put(self._numbers[slots, _P, None]) if len(rows.that(_TOP_P)) else None
-
-        def keep(x: Tensor) -> None:
-            ascending = _ascending(x)
-            least = ascending.gather(1, first)
-            if p is not None:
-                reached = _masses(_drop(ascending, least)).cumsum(-1)
-                total = reached[:, -1:]
-                at = torch.searchsorted(reached, total - (total * p).ceil().long(), right=True)
-                at.clamp_(max=self.vocabulary - 1)  # rows of NaN may be beyond
-                least = torch.maximum(least, ascending.gather(1, at))
-            _drop(x, least)
-
-        self._apply(weights, which, keep)
-
-    def _draw(self, rows: _Rows, weights: Tensor) -> Tensor:
-        """A token a row, with a chance by its weight."""
-        reached = _masses(weights).cumsum(-1)
-        aim = (self._put(self._uniforms(rows)[:, None]) * reached[:, -1:]).long()
-        return torch.searchsorted(reached, aim, right=True)[:, 0]
+        on_rows(logits, which, penalise, self._put)
 
     def _uniforms(self, rows: _Rows) -> npt.NDArray[np.float64]:
         """A number from 0 to below 1 for each row, in steps small enough and large enough for 2**63 to be divided."""
@@ -423,16 +385,6 @@ class Sampler:
     def _column(self, slots: npt.NDArray[np.int64], column: int, like: Tensor) -> Tensor:
         return self._put(self._numbers[slots, column, None]).to(like.dtype)
 
-    def _apply(self, x: Tensor, which: npt.NDArray[np.int64], stage: Callable[[Tensor], object]) -> None:
-        """Run a stage in place on some rows of `x`."""
-        if len(which) == len(x):
-            stage(x)
-        else:
-            at = self._put(which)
-            some = x.index_select(0, at)
-            stage(some)
-            x.index_copy_(0, at, some)
-
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
@@ -451,14 +403,14 @@ class _Rows:
 
 
 def _kernel(device: torch.device) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """Filters and draws in one go, where there is a kernel for that: the same tokens as `_filter` and `_draw` give."""
+    """What filters and draws in one kernel, where there is one: it gives the same tokens as `choosing.choose`."""
     if device.type != "cuda":
         return None
     try:
-        from ..kernels.sampling import choose
+        from ..kernels import sampling
     except ImportError:
         return None
-    return choose
+    return sampling.choose
 
 
 def _working_dtype(logits: Tensor) -> torch.dtype:
@@ -475,26 +427,9 @@ def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
     return tokens, logits.gather(1, tokens[:, None])[:, 0]
 
 
-def _masses(weights: Tensor) -> Tensor:
-    """Weights as integers, whose sums are exact; the whole vocabulary's fits."""
-    return (weights * _LIKELIEST_WEIGHT).long()
-
-
-def _drop(weights: Tensor, least: Tensor) -> Tensor:
-    """Make those below `least` zero, in place. By multiplying: a masked fill takes ten times as long on a CPU."""
-    return weights.mul_(torch.ge(weights, least, out=torch.empty_like(weights)))
-
-
 def _above(counts: Tensor, count: int, like: Tensor) -> Tensor:
     """1 where there are more than `count`, else 0."""
     return torch.gt(counts, count, out=torch.empty_like(like))
-
-
-def _ascending(weights: Tensor) -> Tensor:
-    """Each row sorted; by numpy on the CPU, where torch takes tens of times as long."""
-    if weights.device.type == "cpu":
-        return torch.from_numpy(np.sort(weights.numpy(), -1))
-    return weights.sort(-1).values
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,7 +27,8 @@ from torch import Tensor
 from sapwood.cache import CacheGroup
 from sapwood.scheduler import Plan, RequestSpec, Scheduler, SchedulerConfig
 
-from ..executor.executor import Greedy, out_of_memory
+from ..executor.executor import out_of_memory
+from ..executor.rows import Greedy, Newest, PlanRows
 from ..executor.sampling import Sampled
 from ..loading.weights import quiet
 from .kv_groups import Unsupported, text_config
@@ -180,22 +181,31 @@ def _rounded_otherwise(model: Any) -> Iterator[None]:
 
 
 class _Forced(Greedy):
-    """Every row gets the token it is to get, and its logits are kept."""
+    """Every row gets the next token of its text, and its logits are kept."""
 
-    def __init__(self, rows: dict[str, list[int]]) -> None:
-        self.rows = rows
-        self.logits: dict[str, list[Tensor]] = {id: [] for id in rows}
+    def __init__(self, texts: dict[str, list[int]]) -> None:
+        self.texts = texts
+        self.logits: dict[str, list[Tensor]] = {id: [] for id in texts}
 
-    def plain(self, plan: Plan, rows: Sequence[int]) -> bool:
+    def rows(self, plan: Plan) -> PlanRows:
+        return _ForcedRows(plan, self)
+
+
+class _ForcedRows(PlanRows):
+    def __init__(self, plan: Plan, forced: _Forced) -> None:
+        super().__init__(plan)
+        self._forced = forced
+
+    def plain(self) -> bool:
         return False
 
-    def draw(self, logits: Tensor, plan: Plan, rows: Sequence[int]) -> Sampled:
-        batch, tokens = plan.batch, []
-        for at, row in enumerate(rows):
+    def draw(self, logits: Tensor, newest: Newest) -> Sampled:
+        batch, tokens = self.plan.batch, []
+        for at, row in enumerate(self.sampling):
             id, end = batch.ids[row], int(batch.starts[row] + batch.lengths[row])
-            self.logits[id].append(logits[at].float().cpu())
-            tokens.append((*self.rows[id], 0)[end])
-        none = torch.zeros(len(rows), dtype=torch.bool, device=logits.device)
+            self._forced.logits[id].append(logits[at].float().cpu())
+            tokens.append((*self._forced.texts[id], 0)[end])
+        none = torch.zeros(len(tokens), dtype=torch.bool, device=logits.device)
         return Sampled(torch.tensor(tokens, device=logits.device), none, np.zeros(0, np.int64), None)
 
 
@@ -210,17 +220,17 @@ def _said(executor: ModelExecutor, config: SchedulerConfig, rows: list[list[int]
     )
     forced = _Forced({str(at): tokens for at, tokens in enumerate(rows)})
     specs = []
-    for id, tokens in forced.rows.items():
+    for id, tokens in forced.texts.items():
         answer = min(_ANSWER_TOKENS, len(tokens))
         specs.append(RequestSpec(id, tokens[: len(tokens) - answer + 1], answer))
     scheduler.submit(specs)
-    before, executor.hooks = executor.hooks, forced
+    before, executor.source = executor.source, forced
     try:
         while not (plan := scheduler.next_plan()).empty:
             executor.begin(plan)
             scheduler.advance(executor.finish())
     finally:
-        executor.hooks = before
+        executor.source = before
         executor.forget()
     return [torch.stack(logits) for logits in forced.logits.values()]
 

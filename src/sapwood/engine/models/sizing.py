@@ -16,19 +16,33 @@ is said; their windows take no more than half.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from sapwood.cache import NEAR_TOKENS, CacheGroup
+from sapwood.store.uri import nbytes
 
-from ..transfer.arena import readable
-from .kv_groups import GroupSpec
+from ..flags import EngineConfig
+from ..transfer.arena import available_bytes, readable
+from .kv_groups import GroupSpec, longest_context
 
 CONTEXT_TOKENS = 8192  # tokens of the context that slots are weighed against, and in which room is told
 SHORT_TOKENS, LONG_TOKENS = 1024, 16384  # tokens of contexts that windows are weighed against
 SLOTS_PER_CONTEXT = 4  # of a resident context
 _SPARE_COLUMNS = 2  # columns of a window beyond those it covers: it begins inside a page, and grows into a new one
+
+
+log = logging.getLogger(__name__)
+_CPU_SHARE = 0.4  # of the memory that is free, for the device's pages
+_HOST_SHARE, _HOST_SHARE_CPU = 0.33, 0.1  # the same for host's
+_HOST_MAX_BYTES = 64 << 30
+_CPU_TOKENS, _GPU_TOKENS = 2048, 8192  # in a step
+_GPU_MIXED_TOKENS = 512  # in a step in which a request decodes
+_DEFAULT_CONTEXT_TOKENS = 8192  # of a context, where the model does not say
 
 
 class TooLittleHost(ValueError):
@@ -42,6 +56,49 @@ class Sized(NamedTuple):
     max_num_seqs: int
     max_model_len: int
     notes: tuple[str, ...]
+
+
+def step_tokens(config: EngineConfig, device: torch.device) -> int:
+    """The most tokens of a step."""
+    return config.max_num_batched_tokens or (_GPU_TOKENS if device.type == "cuda" else _CPU_TOKENS)
+
+
+def mixed_tokens(config: EngineConfig, device: torch.device, max_num_seqs: int) -> int:
+    """The most tokens of a step in which a request decodes; 0: as many as of any other."""
+    asked = config.max_mixed_tokens
+    if asked is None:
+        asked = max(_GPU_MIXED_TOKENS, 2 * max_num_seqs) if device.type == "cuda" else 0
+    return asked if asked < step_tokens(config, device) else 0
+
+
+def size_for(config: EngineConfig, groups: Sequence[GroupSpec], text: Any, device: torch.device) -> Sized:
+    """The groups of a model in the memory of this machine, as far as flags do not say otherwise. `text`: the model's
+    text config, which knows how long contexts may be."""
+    longest = config.max_model_len or getattr(text, "max_position_embeddings", None) or _DEFAULT_CONTEXT_TOKENS
+    limit = longest_context(text)
+    if limit is not None and limit[0] < longest:
+        log.warning("max_model_len lowered from %d to %d: %s", longest, *limit)
+        longest = limit[0]
+    if config.device_cache != "auto":
+        room = nbytes("device_cache", str(config.device_cache))
+    elif device.type == "cuda":
+        free, whole = torch.cuda.mem_get_info(device)
+        room = int(free - (1 - config.gpu_memory_utilization) * whole)
+    else:
+        room = int(_CPU_SHARE * (available_bytes() or 1 << 32))
+    if config.host_cache != "auto":
+        host = nbytes("host_cache", str(config.host_cache))
+    else:
+        share = _HOST_SHARE if device.type == "cuda" else _HOST_SHARE_CPU
+        host = min(_HOST_MAX_BYTES, int(share * (available_bytes() or 1 << 32)))
+    wanted, chunk = (groups, room, config.page_size, config.max_num_seqs, longest), step_tokens(config, device)
+    try:
+        return size(*wanted, host, chunk)
+    except TooLittleHost as problem:
+        if config.host_cache != "auto" or config.store is not None:
+            raise
+        log.warning("no host cache: %s", problem)
+        return size(*wanted, 0, chunk)
 
 
 def size(
@@ -193,7 +250,7 @@ def contexts_in(groups: Sequence[CacheGroup], nbytes: int, length: int, page_siz
     return nbytes // sum(n * group.page_bytes for n, group in zip(pages, groups, strict=True))
 
 
-def told(sized: Sized, page_size: int, store_bytes: int = 0) -> list[str]:
+def in_words(sized: Sized, page_size: int, store_bytes: int = 0) -> list[str]:
     """What was chosen, in words a user can check: tokens, not pages; and for how many contexts that is."""
     lines = []
     for group in sized.groups:

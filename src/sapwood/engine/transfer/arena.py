@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sapwood.cache import CacheGroup
-from sapwood.store.shared import CAN_SHARE, shared
+from sapwood.store.spawn import CAN_SHARE, shared
 
 Bytes = npt.NDArray[np.uint8]
 ALIGNMENT = 4096  # of the first byte of a group: pages of a multiple of it can be read and written with O_DIRECT

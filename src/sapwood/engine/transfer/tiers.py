@@ -39,7 +39,7 @@ from sapwood.scheduler import (
     Tick,
 )
 from sapwood.store import InterpreterYield, JobDone, Released, Store, StoreError, timeout_for
-from sapwood.store.wakeup import Wakeup
+from sapwood.store.threads import Wakeup
 
 from .movers import Kind, Mover
 

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct
 
+from sapwood.engine.cache_report import TIERS
 from sapwood.engine.params import SamplingParams
 
 from ..errors import ApiError, bad
@@ -18,7 +19,7 @@ from ..frontend import Serving
 from ..generation import Generation, Prompt
 from ..http import event, new_id
 from ..limits import MAX_SCORED_TOKENS, MAX_SCORED_TOKENS_IN_ALL
-from ..process.messages import Likely
+from ..process.messages import Likely, SampleBegun
 from ..text.tokens import AsyncTokenizer
 from .schemas import ChatRequest, CompletionRequest, Sampling
 
@@ -64,22 +65,16 @@ def cache_reports(serving: Serving, generation: Generation) -> list[dict[str, An
     return [_cache_report(serving, prompt, sample) for prompt, sample in begun]
 
 
-def _cache_report(serving: Serving, prompt: Prompt, begun: Any) -> dict[str, Any]:
+def _cache_report(serving: Serving, prompt: Prompt, begun: SampleBegun | None) -> dict[str, Any]:
     if begun is None:
         return {"prompt_tokens": len(prompt.ids), "cached_tokens": 0}
-    device = begun.cached - begun.host - begun.store - begun.shared
-    report: dict[str, Any] = {
-        "prompt_tokens": len(prompt.ids),
-        "cached_tokens": begun.cached,
-        "device": max(0, device),
-        "host": begun.host,
-        "store": begun.store,
-        "shared": begun.shared,
-        "miss": None,
-    }
-    if begun.reason != "hit" and begun.cached <= begun.position:
-        around = serving.prompts.text_around(prompt, begun.position)
-        report["miss"] = {"reason": begun.reason, "position": begun.position, **around}
+    cache = begun.cache
+    report: dict[str, Any] = {"prompt_tokens": len(prompt.ids), "cached_tokens": cache.cached}
+    report |= zip(TIERS, cache.by_tier, strict=True)
+    report["miss"] = None
+    if cache.missed:
+        around = serving.prompts.text_around(prompt, cache.position)
+        report["miss"] = {"reason": cache.reason, "position": cache.position, **around}
     return report
 
 

@@ -1,1 +1,1 @@
-"""What is told about requests: metrics, logs, records."""
+"""What is shown of requests: metrics, logs, recorded traces."""

@@ -1,8 +1,7 @@
-"""Lines of the log, as text or as JSON objects: one a request, a line of status now and then, and what else is said.
+"""Lines of the log, as text or as JSON objects: one for each request, one of status now and then, and all others.
 
-What comes from outside (ids, names, messages of errors) is escaped before it is written: no newline and no control
-character of a client reaches the log, so nobody can forge a line of it. Prompts are in it only where the server is told
-so.
+Text from outside (ids, names, messages of errors) is escaped before it is written: no newline and no control character
+of a client reaches the log, so no client can forge a line of it. Prompts are in it only with --log-prompts.
 """
 
 from __future__ import annotations
@@ -15,19 +14,20 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TextIO
 
-from .figures import TIERS, by_tier, page_use
-from .finished import Finished
+from sapwood.engine.cache_report import TIERS
+
+from .figures import Finished, page_use
 
 TEXT = 2000  # characters of a prompt, where it is logged
 _WORD = 200  # of an id or a name
 _ERROR = 500  # of an error
 _PLAIN = re.compile(r"[\w./:@+#,-]+", re.ASCII)
-# Control characters, those that end a line or turn its direction for some readers, and halves of characters.
+# Control characters, those that end a line or turn its direction in some viewers, and halves of characters.
 _UNSAFE = re.compile("[\0-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 
 
 def set_up(format: str, level: str, stream: TextIO | None = None) -> None:
-    """Log to stderr, or to `stream`: what sapwood says from `level` on, and of others what they warn of."""
+    """Log to stderr, or to `stream`: lines of sapwood from `level` on, and warnings of other packages."""
     if format not in ("text", "json"):
         raise ValueError(f"log_format must be text or json, got {format!r:.60}")
     if level not in ("debug", "info", "warning", "error"):
@@ -53,7 +53,7 @@ class RequestLog:
 
 
 class Interval(NamedTuple):
-    """What was done in so many seconds."""
+    """The work of so many seconds."""
 
     seconds: float
     prompt_tokens: int
@@ -62,14 +62,14 @@ class Interval(NamedTuple):
 
 
 class Recent:
-    """What was done since the last look, from counts that only grow."""
+    """The work since the last look, from counts that only grow."""
 
     def __init__(self) -> None:
         self._since = time.monotonic()
         self._counted = (0, 0, 0)
 
     def take(self, stats: Mapping[str, Any], generated: int) -> Interval:
-        """`stats`: of the engine; `generated`: tokens since the start. An engine that was started again counts anew."""
+        """`stats`: the engine's; `generated`: tokens since the start. An engine that was started again counts anew."""
         now, (prompt, cached, out) = time.monotonic(), self._counted
         self._counted = stats["cache"]["prompt_tokens"], stats["cache"]["cached_tokens"], generated
         if self._counted[0] < prompt:
@@ -82,32 +82,33 @@ class Recent:
 
 
 def status_line(stats: Mapping[str, Any] | None, running: int, waiting: int, interval: Interval) -> str:
-    """How things stand. `stats`: None where the engine does not answer."""
-    said = [f"running {running}, waiting {waiting}"]
+    """The state of the server. `stats`: None if the engine does not answer."""
+    parts = [f"running {running}, waiting {waiting}"]
     if stats is None:
-        said.append("the engine does not answer")
+        parts.append("the engine does not answer")
     else:
         use, host = page_use(stats, "device"), page_use(stats, "host")
-        said.append(f"pages {use.used:.0%} used, {use.held:.0%} needed")
+        parts.append(f"pages {use.used:.0%} used, {use.held:.0%} needed")
         if host.used:
-            said.append(f"host {host.used:.0%} used")
+            parts.append(f"host {host.used:.0%} used")
     rate = f"{interval.cached_tokens / interval.prompt_tokens:.1%}" if interval.prompt_tokens else "-"
     seconds = max(interval.seconds, 1e-3)
-    said.append(f"hit rate {rate}")
-    said.append(f"{interval.prompt_tokens / seconds:.0f} tokens/s in, {interval.generated_tokens / seconds:.0f} out")
-    return ", ".join(said)
+    parts.append(f"hit rate {rate}")
+    parts.append(f"{interval.prompt_tokens / seconds:.0f} tokens/s in, {interval.generated_tokens / seconds:.0f} out")
+    return ", ".join(parts)
 
 
 def _fields(done: Finished) -> dict[str, str | int | float]:
-    """What the line of a request says, in its order."""
-    tiers = [sum(tokens) for tokens in zip(*map(by_tier, done.prompts), strict=True)] or [0] * len(TIERS)
+    """The fields of a request's line, in order."""
+    by_tier = [prompt.cache.by_tier for prompt in done.prompts]
+    tiers = [sum(tokens) for tokens in zip(*by_tier, strict=True)] or [0] * len(TIERS)
     fields: dict[str, str | int | float] = {
         "id": done.id[:_WORD],
         "path": done.path[:_WORD],
         "status": done.status,
         "model": (done.adapter or done.model)[:_WORD],
         "prompt_tokens": sum(len(prompt.ids) for prompt in done.prompts),
-        "cached_tokens": sum(prompt.cached for prompt in done.prompts),
+        "cached_tokens": sum(prompt.cache.cached for prompt in done.prompts),
         **{f"cached_{tier}": tokens for tier, tokens in zip(TIERS, tiers, strict=True)},
         "generated_tokens": done.completion_tokens,
         "reason": ",".join(dict.fromkeys(done.reasons))[:_WORD],
@@ -144,21 +145,21 @@ def _word(value: object) -> str:
 
 
 def _message(record: logging.LogRecord) -> str:
-    """What is said. Newlines in our own words stay, as in an example to try; what is filled in has none."""
+    """The message. Newlines in our own text stay, as in an example to try; values that are filled in have none."""
     if record.name.partition(".")[0] != "sapwood":
         return _safe(record.getMessage())
-    given = record.args
-    if isinstance(given, Mapping):
-        return str(record.msg) % {name: _filled(value) for name, value in given.items()}
-    return str(record.msg) % tuple(map(_filled, given)) if given else str(record.msg)
+    values = record.args
+    if isinstance(values, Mapping):
+        return str(record.msg) % {name: _without_newlines(value) for name, value in values.items()}
+    return str(record.msg) % tuple(map(_without_newlines, values)) if values else str(record.msg)
 
 
-def _filled(value: object) -> object:
+def _without_newlines(value: object) -> object:
     return value if isinstance(value, (int, float)) else _safe(str(value))
 
 
 class _Text(logging.Formatter):
-    """2026-01-31 12:00:00.123 INFO    said, and name=value ..."""
+    """2026-01-31 12:00:00.123 INFO    message name=value ..."""
 
     def format(self, record: logging.LogRecord) -> str:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
@@ -167,8 +168,8 @@ class _Text(logging.Formatter):
         if fields:
             line = " ".join([line, *(f"{name}={_word(value)}" for name, value in fields.items())])
         if record.exc_info:
-            below = self.formatException(record.exc_info).splitlines()
-            line = "\n".join([line, *(f"  | {_safe(each)}" for each in below)])
+            traceback = self.formatException(record.exc_info).splitlines()
+            line = "\n".join([line, *(f"  | {_safe(each)}" for each in traceback)])
         return line
 
 
@@ -177,7 +178,7 @@ class _Json(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        said: dict[str, object] = {
+        shown: dict[str, object] = {
             "time": f"{when}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
@@ -185,5 +186,5 @@ class _Json(logging.Formatter):
             **getattr(record, "fields", {}),
         }
         if record.exc_info:
-            said["exception"] = self.formatException(record.exc_info)
-        return json.dumps(said)  # ASCII: whatever is in it is escaped
+            shown["exception"] = self.formatException(record.exc_info)
+        return json.dumps(shown)  # ASCII: everything else is escaped

@@ -1,38 +1,54 @@
 """What /metrics shows, for Prometheus: `vllm:` names as dashboards and gateways know them, and our own.
 
     a request is over --> finished --> counts and histograms here --+
-    the engine's stats, as it tells them (metrics_engine.py) -------+--> render
+    the engine's stats (metrics_engine.py) -------------------------+--> render
 
-What is counted here is counted when a request is over. Labels are bounded: names that come from outside are known to
-the server, and only so many of each.
+Requests are counted when they are over. Labels are bounded: names that come from outside are known to the server, and
+of each kind there are only so many.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from sapwood.engine.cache_report import TIERS
+
 from ..generation import Model
-from .figures import TIERS, by_tier, is_miss
-from .finished import Finished
-from .histogram import FIRST_TOKEN, GAP, QUICK_GAP, QUICK_REQUEST, REQUEST, SAMPLES, Histogram, one_two_five
+from .figures import Finished
 from .metrics_engine import EngineFamilies
 
-MAX_ADAPTER_LABELS = 100  # with a label of their own
+MAX_ADAPTER_LABELS = 100  # adapters with a label of their own
 _MAX_NAME_CHARACTERS = 100  # characters of a name
 _DEFAULT_CONTEXT_TOKENS = 1 << 20  # tokens, for bounds, where the model's context is not known
 _REASONS = ("short", "empty", "diverged", "evicted", "no_snapshot", "window_gone", "off")
 _FINISHED = {"stop": "stop", "length": "length", "tool_calls": "stop", "abort": "abort", "error": "error"}
+# Bounds of histograms in seconds: vLLM's, so that its dashboards and ours can be laid over each other.
+FIRST_TOKEN = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+    *(160.0, 640.0, 2560.0),
+)
+GAP = (*(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),)
+REQUEST = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0),
+    *(1920.0, 7680.0),
+)
+SAMPLES = (1.0, 2.0, 5.0, 10.0, 20.0)
+# Bounds below them, where a quick server spends its time.
+QUICK_GAP = (0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.015)
+QUICK_REQUEST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2)
 
 
 class Metrics:
-    """`facts`: what the engine said of itself when it was ready. One thread calls `finished`; `render` takes a few ms,
-    and may be called by another."""
+    """`facts`: those of the engine's `Ready`. One thread calls `finished`; another may call `render`, which takes a few
+    ms."""
 
     def __init__(self, model_name: str, facts: Mapping[str, Any]) -> None:
         self._model = model_name
@@ -43,7 +59,7 @@ class Metrics:
         self._reasons = _Few(32)
 
         self._success = dict.fromkeys(("stop", "length", "abort", "error", "repetition"), 0)
-        base = [("base",)]  # what is known from the start is shown from the start: a rate wants a first value
+        base = [("base",)]  # labels that are known are shown from the start: a rate needs a first value
         self._requests = _counts([])
         self._prompts = _counts(base)
         self._prompt_tokens = _counts(base)
@@ -68,17 +84,17 @@ class Metrics:
         adapter = self._adapter(done.adapter)
         self._requests[self._paths.of(done.path), str(done.status)] += 1
         for prompt in done.prompts:
-            if not prompt.reason:  # never computed
+            if not prompt.cache.reason:  # never computed
                 continue
             length = len(prompt.ids)
             self._prompts[(adapter,)] += 1
             self._prompt_tokens[(adapter,)] += length
             self._lengths.add(length)
             self._queued.add(prompt.queued)
-            for tier, tokens in zip(TIERS, by_tier(prompt), strict=True):
+            for tier, tokens in zip(TIERS, prompt.cache.by_tier, strict=True):
                 self._cached[tier, adapter] += tokens
-            if is_miss(prompt):
-                self._misses[self._reasons.of(prompt.reason), adapter] += 1
+            if prompt.cache.missed:
+                self._misses[self._reasons.of(prompt.cache.reason), adapter] += 1
         for reason in done.reasons:
             self._success[_FINISHED.get(reason, "error")] += 1
         self._generated[(adapter,)] += done.uncounted_tokens
@@ -95,7 +111,7 @@ class Metrics:
         self._gaps.add_all(done.gaps)
 
     def generated(self, model: Model, tokens: int) -> None:
-        """A request that still runs has got so many more tokens."""
+        """A request that still runs has so many more tokens."""
         self._generated[(self._adapter(None if model.adapter is None else model.name),)] += tokens
 
     def _adapter(self, name: str | None) -> str:
@@ -144,7 +160,7 @@ class Metrics:
     def _histograms(self) -> Iterator[Metric]:
         vllm = ("vllm:", ("model_name", "engine"), [self._model, "0"])
         ours = ("sapwood:", ("model_name",), [self._model])
-        for whose, name, says, histogram, bounds in (
+        for family_of, name, says, histogram, bounds in (
             (vllm, "time_to_first_token_seconds", "Until the first token.", self._first, FIRST_TOKEN),
             (vllm, "inter_token_latency_seconds", "Between two tokens.", self._gaps, GAP),
             (ours, "inter_token_latency_seconds", "Between two tokens.", self._gaps, None),
@@ -160,7 +176,7 @@ class Metrics:
             (vllm, "request_prompt_tokens", "Tokens of a prompt.", self._lengths, None),
             (vllm, "request_generation_tokens", "Tokens of an answer.", self._answers, None),
         ):
-            prefix, labels, values = whose
+            prefix, labels, values = family_of
             family = HistogramMetricFamily(prefix + name, says, labels=labels)
             family.add_metric(values, histogram.buckets(bounds), histogram.sum)
             yield family
@@ -184,7 +200,7 @@ class Metrics:
 
     def _counter(self, name: str, says: str, counts: Mapping[tuple[str, ...], int], *labels: str) -> Metric:
         family = CounterMetricFamily(name, says, labels=("model_name", *labels))
-        for values, count in list(counts.items()):  # at once: another thread may add to them
+        for values, count in list(counts.items()):  # a copy: another thread may add to them
             family.add_metric([self._model, *values], count)
         return family
 
@@ -202,7 +218,7 @@ class _Collected(Collector):
 
 
 class _Few:
-    """The first so many names that come, and "other" for the rest: a series in Prometheus is for ever."""
+    """Labels for the first so many names, and "other" for the rest: a series in Prometheus stays for ever."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -215,3 +231,36 @@ class _Few:
         if len(self._known) >= self._most:
             return "other"
         return self._known.setdefault(name, name[:_MAX_NAME_CHARACTERS])
+
+
+def one_two_five(most: int) -> tuple[float, ...]:
+    """1, 2, 5, 10, 20 ... up to `most`."""
+    steps = (digit * 10**exponent for exponent in range(len(str(most))) for digit in (1, 2, 5))
+    return tuple(float(step) for step in steps if step <= most)
+
+
+class Histogram:
+    """Counts by upper bound, of a thousand values at once; a value that equals a bound is below it."""
+
+    def __init__(self, *bounds: Sequence[float]) -> None:
+        self.bounds = sorted({bound for some in bounds for bound in some})
+        self.sum = 0.0
+        self._edges = np.array(self.bounds)
+        self._counts = np.zeros(len(self.bounds) + 1, np.int64)
+
+    def add(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def add_all(self, values: Sequence[float]) -> None:
+        if values:
+            these = np.asarray(values, np.float64)
+            self._counts += np.bincount(self._edges.searchsorted(these), minlength=len(self._counts))
+            self.sum += float(these.sum())
+
+    def buckets(self, bounds: Sequence[float] | None = None) -> list[tuple[str, float]]:
+        """How many values are up to each bound, for all bounds or for some of them; and how many values there are."""
+        upto = self._counts.cumsum().tolist()
+        shown = self.bounds if bounds is None else bounds
+        found = [(str(bound), upto[bisect_left(self.bounds, bound)]) for bound in shown]
+        return [*found, ("+Inf", upto[-1])]

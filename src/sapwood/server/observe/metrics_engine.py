@@ -1,5 +1,5 @@
-"""What /metrics shows of the engine: its own counts, as its stats tell them. Nothing is added up here, so nothing is
-counted twice; an engine that was started again counts from 0."""
+"""What /metrics shows of the engine: the counts in its stats. They are not added up here, so nothing is counted twice;
+an engine that was started again counts from 0."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from .figures import page_use
-from .histogram import STEP
 
-Values = float | Mapping[Any, float]  # one; or by the value of its label, or those of its labels
+STEP = (1.0, *(float(1 << power) for power in range(3, 15)))  # bounds of a step's tokens, as vLLM has them
+Values = float | Mapping[Any, float]  # one value; or by the value of a label, or by those of several
 Stats = Mapping[str, Any]
 _OWNERS = ("free", "leases", "tree", "flight", "unhooked")
 _STATES = ("waiting", "fetching", "loading", "prefilling", "decoding")
@@ -25,8 +25,8 @@ _BOTH = ("group", "tier")
 
 
 class EngineFamilies:
-    """Made once for a server. Counts of the engine can fall a little, when a request is counted anew; a scraper would
-    take that for a restart and add everything again: so what was shown stays, until the engine has passed it."""
+    """Made once for a server. A count of the engine can fall a little, when a request is counted anew; a scraper would
+    take that for a restart and add everything again. So the highest value that was shown stays until it is passed."""
 
     def __init__(self, model: str, facts: Stats) -> None:
         self._model = model
@@ -36,7 +36,7 @@ class EngineFamilies:
 
     def of(self, stats: Stats) -> Iterator[Metric]:
         age = (stats["submitted"], stats["steps"])
-        if age[0] < self._age[0] or age[1] < self._age[1]:  # it is another engine
+        if age[0] < self._age[0] or age[1] < self._age[1]:  # another engine
             self._highest.clear()
         self._age = age
         yield from self._vllm(stats)
@@ -81,7 +81,7 @@ class EngineFamilies:
             yield self._lora_info(stats, most)
 
     def deferred(self, stats: Stats) -> int:
-        """Requests that wait for something else than room."""
+        """Requests that wait for anything but room."""
         running, waiting = stats["live_adapters"]["running"], stats["live_adapters"]["waiting"]
         most, held = self._facts.get("max_loras", 0), 0
         if most and len(running) >= most:
@@ -99,8 +99,8 @@ class EngineFamilies:
 
     @staticmethod
     def _lora_info(stats: Stats, most: int) -> Metric:
-        """Adapters that live requests need, of those that are computed and of those that wait. vLLM has no label for
-        the model here."""
+        """The adapters of requests that are computed, and of requests that wait. vLLM has no label for the model
+        here."""
         named: dict[str, str] = {}
         for state, live in stats["live_adapters"].items():
             names = [name for name, digest in stats["adapters"].items() if digest.hex() in live and "," not in name]

@@ -7,9 +7,9 @@ the last one for what is left; equal ids mean an equal prefix up to and includin
 `near`, which a reader may ignore: the block at index 1, seen for the first time, begins with the same 300 tokens as
 block 441 behind the same prefix; so prompts that part inside a block are known to share what is before.
 
-Lines stand in the order in which requests end; a reader sorts them. There is no text in it and no token: an id is 53
-bits of a keyed hash of everything up to there, and the key is forgotten with the recorder unless it was given. What it
-cannot say is that a prompt goes on with what was generated before it: a replay computes those tokens again.
+Lines are in the order in which requests end; a reader sorts them. There is no text in a trace and no token: an id is 53
+bits of a keyed hash of everything up to there, and the key is forgotten with the recorder unless it was given. A trace
+does not show that a prompt goes on with tokens generated before it: a replay computes those again.
 
     finished --> waiting --(once a second, on a thread of its own)--> hashed, written --> FILE, FILE.1 ... FILE.4
 """
@@ -34,12 +34,12 @@ import numpy.typing as npt
 
 from sapwood.cache import whole_number
 
-from .finished import Finished
+from .figures import Finished
 
 log = logging.getLogger(__name__)
 BLOCK_TOKENS = 512  # tokens of one hash id
-MAX_OLD_FILES = 4  # files that were put aside
-_FLUSH_SECONDS = 1.0  # seconds
+MAX_OLD_FILES = 4  # files that are kept beside the present one
+_FLUSH_SECONDS = 1.0
 _MAX_WAITING_TOKENS = 1 << 26  # tokens that may wait to be hashed; prompts beyond them are dropped
 _REMEMBERED_BLOCKS = 32768  # blocks whose tokens are remembered (64 MiB), to find prompts that part inside of one
 _WRITE_BYTES = 1 << 20  # bytes that are written at once, about
@@ -47,7 +47,7 @@ _BITS = 53  # of an id: what every JSON reader takes as a whole number
 
 
 class _Seen(NamedTuple):
-    """A prompt that is to be written."""
+    """A prompt to be written."""
 
     ms: int
     namespace: bytes
@@ -58,8 +58,8 @@ class _Seen(NamedTuple):
 class TraceRecorder:
     """`salt`: the key of the hashes; None for a random one. Recorders with one salt give equal prefixes equal ids.
 
-    A file that is there already is put aside: its times are of another start. A disk that fails costs lines, which
-    `dropped` counts, and is said once. `finished` is called by one thread; `flush` and `close` by any.
+    A file that is there already is renamed: its times are those of another start. If the disk fails, lines are lost;
+    `dropped` counts them, and the log has one warning. One thread calls `finished`, any thread `flush` and `close`.
     """
 
     def __init__(self, path: str | Path, max_bytes: int, salt: bytes | None) -> None:
@@ -72,18 +72,18 @@ class TraceRecorder:
         self._salt = secrets.token_bytes(32) if salt is None else salt
         self._start = time.monotonic()
         self._waiting: deque[_Seen] = deque()
-        self._tokens = 0  # that were ever given, but for dropped prompts ...
-        self._hashed = 0  # ... and of these, that do not wait any more
+        self._tokens = 0  # of all prompts so far, but for dropped ones
+        self._hashed = 0  # of these: do not wait any more
         self._siblings = _Siblings()
         self._refused = 0  # prompts for which there was no room to wait
         self._lost = 0  # lines that the disk did not take
-        self._failing = False  # the disk, and that was said
-        self._lock = threading.Lock()  # of all that has to do with the file
+        self._failing = False  # the disk fails, and the log has the warning
+        self._lock = threading.Lock()  # guards the file, and what is about to be written
         self._file = -1
         self._size = 0
         try:
             if self.path.exists() and self.path.stat().st_size:
-                self._put_aside()
+                self._rotate()
             self._open()
         except OSError as error:
             raise ValueError(f"record_trace must be a file that can be written: {error}") from None
@@ -97,13 +97,13 @@ class TraceRecorder:
         return self._refused + self._lost
 
     def finished(self, done: Finished) -> None:
-        """Each prompt of a request that was computed."""
+        """Take each prompt of the request that was computed."""
         if self._closing.is_set():
             return
         ms = max(0, int((done.arrived - self._start) * 1e3))
         output = -(-done.completion_tokens // max(1, len(done.reasons)))  # of each sample, in the mean
         for prompt in done.prompts:
-            if not prompt.reason or not len(prompt.ids):
+            if not prompt.cache.reason or not len(prompt.ids):
                 continue
             if self._tokens - self._hashed > _MAX_WAITING_TOKENS:
                 self._refused += 1
@@ -134,7 +134,7 @@ class TraceRecorder:
         self._thread.join()
         self.flush()
         with self._lock:
-            self._shut()
+            self._close_file()
 
     def _run(self) -> None:
         while not self._closing.wait(_FLUSH_SECONDS):
@@ -152,7 +152,7 @@ class TraceRecorder:
             digest = hashlib.blake2b(parent + block, digest_size=32, key=self._salt, person=b"block").digest()
             id = int.from_bytes(digest[:8], "big") >> (64 - _BITS)
             like = self._siblings.nearest(parent, id, block)
-            if like is not None:  # there is one at most: what is behind a new block is new
+            if like is not None:  # at most one: all blocks behind a new one are new
                 near = (len(ids), *like)
             ids.append(id)
             parent = digest
@@ -174,15 +174,15 @@ class TraceRecorder:
             if self._file < 0:
                 self._open()
             if self._size and self._size + len(data) > self._max_bytes:
-                self._shut()
-                self._put_aside()
+                self._close_file()
+                self._rotate()
                 self._open()
             left = memoryview(data)
             while left:
                 left = left[os.write(self._file, left) :]
         except OSError as error:
             self._lost += len(lines)
-            self._take_back()
+            self._truncate()
             if not self._failing:
                 self._failing = True
                 log.warning("the trace cannot be written, and lacks requests from now on: %s", error)
@@ -197,20 +197,20 @@ class TraceRecorder:
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._size = os.fstat(self._file).st_size
 
-    def _take_back(self) -> None:
-        """Half a line would make the file unreadable."""
+    def _truncate(self) -> None:
+        """Remove half a line, which would make the file unreadable."""
         if self._file >= 0:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._size)
-            self._shut()
+            self._close_file()
 
-    def _shut(self) -> None:
+    def _close_file(self) -> None:
         if self._file >= 0:
             file, self._file = self._file, -1
             with contextlib.suppress(OSError):
                 os.close(file)
 
-    def _put_aside(self) -> None:
+    def _rotate(self) -> None:
         """FILE becomes FILE.1, FILE.1 becomes FILE.2, and so on; the oldest goes."""
         for number in range(MAX_OLD_FILES - 1, 0, -1):
             with contextlib.suppress(FileNotFoundError):
@@ -228,7 +228,7 @@ class _Siblings:
 
     def nearest(self, parent: bytes, id: int, block: bytes) -> tuple[int, int] | None:
         """Of the blocks behind the same prefix, the one that begins like this one for longest, and for how many tokens;
-        None where there is none, or this one is among them. It will be from now on."""
+        None if there is none, or if this one is known. From now on it is."""
         if id in self._seen:
             self._seen.move_to_end(id)
             return None

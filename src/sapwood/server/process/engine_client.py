@@ -1,8 +1,8 @@
 """The API's side of the engine process: starts it, watches it, submits, and hands each step's tokens to their streams.
 
-    submit --> Job (one request) --> Lane (one sample each): tokens pending, and one future that waits for any of them
+    submit --> EngineJob (one request) --> Lane (one sample each): pending tokens, and one future that waits for them
 
-The engine's end is seen by the kernel (pidfd): every stream ends with an error, and `down` says why. One event loop
+The kernel reports the engine's end (pidfd): then every stream ends with an error, and `down` says why. One event loop
 calls all of it.
 """
 
@@ -11,28 +11,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import numpy as np
 import zmq
 
 from sapwood.engine.lora.process import SECONDS
 from sapwood.engine.params import SamplingParams
+from sapwood.engine.stops import TextStream
 
 from ..errors import ApiError, Disconnected, engine_down, without_paths
-from .engine_process import IGNORED, MAX_UNACKED_STEPS, REFUSED, STOP, Settings
+from .engine_child import EngineChild
 from .grammars import GrammarSpec
 from .messages import (
+    MAX_UNACKED_STEPS,
+    REFUSED_STATUS,
     Acknowledged,
-    Alive,
     Drop,
     End,
     EngineQuery,
@@ -41,23 +38,21 @@ from .messages import (
     QueryAnswer,
     Ready,
     SampleBegun,
+    Settings,
     StartFailed,
     StepOutput,
     Submit,
     decode_to_api,
-    encode,
 )
-from .private_folder import PrivateFolder
 
 log = logging.getLogger(__name__)
 LAG_SECONDS = 0.02  # seconds after which this process counts as behind, and tokens of a stream go out together
 ACK_EVERY_STEPS = MAX_UNACKED_STEPS // 2  # steps after which the engine hears that they were taken
-_CONNECT_MILLISECONDS = 1000  # milliseconds that a message waits for an engine that has just begun
-_UNREAD_TOKENS = 64  # tokens, or more, that nobody waited for when they came: then it is looked how much there is
-_TOKEN, _LIKELY = 40, 200  # bytes of a token that waits, and of a likely one told with it, as measured
+_UNREAD_TOKENS = 64  # tokens that came without a reader waiting: after so many, their memory is counted again
+_TOKEN, _LIKELY = 40, 200  # bytes of a token that waits, and of a log-probability beside it, as measured
 _MAX_UNREAD_BYTES = 64 << 10  # bytes
 _QUERY_SECONDS = 30.0  # seconds that a question may take
-_CLOSE_SECONDS = 10.0  # seconds that an engine may take to end, beside those in which it writes what it owes a store
+_CLOSE_SECONDS = 10.0  # seconds that an engine may take to end, beside those in which backups go to its store
 # What an error is for a client, if it is more than a wrong argument: status, code, field, and when to try again.
 _PROBLEMS: Mapping[str, tuple[int, str, str | None, dict[str, str]]] = {
     "no_adapter": (404, "no_adapter", "lora_path", {}),
@@ -67,13 +62,13 @@ _PROBLEMS: Mapping[str, tuple[int, str, str | None, dict[str, str]]] = {
 
 
 class EngineRefused(ValueError):
-    """The engine cannot be as it was asked to be."""
+    """A model or a flag that was asked for cannot be served."""
 
 
 class Lane:
-    """One sample: tokens that nobody has taken yet, and its end."""
+    """One sample: the tokens that no reader has taken yet, its text so far, and its end."""
 
-    __slots__ = ("begun", "end", "job", "likely", "over", "prompt", "tokens")
+    __slots__ = ("begun", "end", "job", "last", "likely", "over", "prompt", "text", "tokens")
 
     def __init__(self, job: EngineJob) -> None:
         self.job = job
@@ -82,12 +77,14 @@ class Lane:
         self.begun: SampleBegun | None = None
         self.prompt: list[Likely | None] | None = None
         self.end: End | None = None
-        self.over = False  # whoever reads it has all that is wanted
+        self.text: TextStream | None = None  # of the tokens that were taken; None: no text is made
+        self.last = 0.0  # when tokens were last taken
+        self.over = False  # its reader has all that is wanted
 
     def leave(self) -> None:
         """Its job is closed."""
         self.tokens, self.likely = [], []
-        with contextlib.suppress(AttributeError):  # it was before
+        with contextlib.suppress(AttributeError):  # closed before
             del self.job
 
 
@@ -101,13 +98,13 @@ class EngineJob:
 
     __slots__ = (
         *("_future", "_waiter", "first", "gone", "idle", "lanes", "link", "news", "numbers", "render", "since"),
-        *("_kept", "_missed", "_told", "holds", "tenant"),
+        *("_kept", "_missed", "_reported", "holds", "tenant"),
     )
 
-    def __init__(self, link: EngineLink, first: int, n: int, tenant: str) -> None:
+    def __init__(self, link: EngineClient, first: int, n: int, tenant: str) -> None:
         self.link = link
         self.first = first
-        self.tenant = tenant  # whose it is
+        self.tenant = tenant
         self.numbers = range(first, first + n)
         self.lanes = [Lane(self) for _ in range(n)]
         self.gone = False
@@ -115,10 +112,10 @@ class EngineJob:
         self.news = False
         self.since = time.monotonic()  # when tokens last came
         self.render: Callable[[], Any] = lambda: None
-        self.holds: Callable[[int], None] = lambda bytes: None  # is told of the memory that is kept for an answer:
-        self._kept = 0  # bytes of what was read; to which comes what was not
-        self._missed = 0  # news that nobody waited for
-        self._told = 0
+        self.holds: Callable[[int], None] = lambda bytes: None  # called with the memory that the answer holds
+        self._kept = 0  # bytes of the part that was read; unread tokens are added to them
+        self._missed = 0  # news that no reader waited for
+        self._reported = 0  # bytes, in the last call of `holds`
         self._future = asyncio.get_running_loop().create_future
         self._waiter: asyncio.Future[Any] | None = None
 
@@ -126,8 +123,8 @@ class EngineJob:
         """What `render` returns or raises, as soon as there is news."""
         self._waiter = waiter = self._future()
         self._missed = 0
-        if self._told > _MAX_UNREAD_BYTES:
-            self._tell()
+        if self._reported > _MAX_UNREAD_BYTES:
+            self._report()
         if self.news:
             self.wake()
         return waiter
@@ -135,11 +132,11 @@ class EngineJob:
     def wake(self) -> None:
         self.news = True
         waiter = self._waiter
-        if waiter is None or waiter.done():  # they are read later; and a cancelled one must not hurt the others
+        if waiter is None or waiter.done():  # they are read later; a cancelled one must not hurt other requests
             self._missed += 1
             if self._missed * len(self.lanes) >= _UNREAD_TOKENS:
                 self._missed = 0
-                self._tell()
+                self._report()
             return
         try:
             waiter.set_result(self.render())
@@ -149,18 +146,18 @@ class EngineJob:
             waiter.set_exception(error)
 
     def keeps(self, more: int) -> None:
-        """What was read is kept, in so many bytes."""
+        """So many more bytes of what was read are kept."""
         self._kept += more
-        if self._kept > self._told + _MAX_UNREAD_BYTES:
-            self._tell()
+        if self._kept > self._reported + _MAX_UNREAD_BYTES:
+            self._report()
 
-    def _tell(self) -> None:
-        """Whoever counts is told what is kept, if that has changed by much."""
+    def _report(self) -> None:
+        """Call `holds` if the memory has changed by much."""
         tokens = sum(len(lane.tokens) for lane in self.lanes)
         likely = sum(len(lane.likely) * len(lane.likely[0]) for lane in self.lanes if lane.likely)
         kept = self._kept + tokens * _TOKEN + likely * _LIKELY
-        if not self._told * 0.8 <= kept <= self._told + _MAX_UNREAD_BYTES:
-            self._told = kept
+        if not self._reported * 0.8 <= kept <= self._reported + _MAX_UNREAD_BYTES:
+            self._reported = kept
             self.holds(kept)
 
     def leave(self) -> None:
@@ -173,136 +170,91 @@ class EngineJob:
         self.link.drop([self.first + index], finished=True)
 
     def close(self) -> None:
-        """Nobody reads this any more: what still runs is aborted. What was not read goes at once, and the job as soon
-        as nobody looks at what it was: no garbage collector is waited for."""
+        """There is no reader any more: samples that still run are aborted. Unread tokens are freed at once and the job
+        with its last reference: memory must not wait for the garbage collector."""
         self.link.drop([number for number in self.numbers if number in self.link.lanes], finished=False)
         self._waiter = None
         for lane in self.lanes:
             lane.leave()
 
 
-class EngineLink:
+class EngineClient:
     """`settings` start the engine; `on_down(why)` is called when it has died."""
 
     def __init__(self, settings: Callable[[], Settings], on_down: Callable[[str], None]) -> None:
         self.settings = settings
         self.on_down = on_down
-        self.ready: Ready | None = None  # what the engine said when it was; also while another takes its place
+        self.ready: Ready | None = None  # of the last engine that was ready, also while another takes its place
         self.up = False  # it takes requests and questions
         self.doing = "starting"
-        self.spent: dict[str, float] = {}  # seconds for each thing it did at the start
+        self.spent: dict[str, float] = {}  # seconds for each part of the start
         self._doing_since = time.monotonic()
-        self.down: str | None = None  # why it serves nobody any more
+        self.down: str | None = None  # why no request can be served any more
         self.lanes: dict[int, Lane] = {}
         self.lag = 0.0  # how late the last step was
         self.generated = 0  # tokens, since the start
         self.heard = time.monotonic()  # when the engine last sent anything
         self._number = 1
-        self._news: dict[EngineJob, None] = {}  # whom the messages that were just taken are for
-        self._told = 0  # the last step that the engine knows to be taken
-        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._news: dict[EngineJob, None] = {}  # jobs that the messages just taken are for
+        self._acknowledged = 0  # the last step of which the engine knows that it was taken
+        self._queries: dict[int, asyncio.Future[Any]] = {}
         self._failed = ""
-        self._process: subprocess.Popen[bytes] | None = None
-        self._waiting: asyncio.Future[Ready] | None = None
+        self._child: EngineChild | None = None
+        self._starting: asyncio.Future[Ready] | None = None
 
     # ---- its life
 
     async def start(self) -> Ready:
-        """Start an engine process. Returns when it is ready; ValueError with its own words if it cannot, EngineRefused
-        if that is for what was asked of it."""
-        loop = asyncio.get_running_loop()
-        self._folder = PrivateFolder()
-        self._context = zmq.Context()
-        self._context.linger = 0  # where nobody has closed it, its end waits for nobody either
-        self._inward, self._outward = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
-        for socket, name in ((self._inward, "api"), (self._outward, "engine")):
-            socket.set_hwm(0)
-            socket.setsockopt(zmq.SNDTIMEO, _CONNECT_MILLISECONDS)
-            socket.bind(f"ipc://{self._folder.path}/{name}")
-        self.up, self.down, self._failed, self._told = False, None, "", 0
+        """Start an engine process. Returns when it is ready; ValueError with its own words if it cannot start,
+        EngineRefused if a model or a flag is the reason."""
+        self.up, self.down, self._failed, self._acknowledged = False, None, "", 0
         self.doing, self.spent, self._doing_since = "starting", {}, time.monotonic()
-        self._waiting = loop.create_future()
-        settings = msgspec.json.encode(self.settings()) + b"\n"
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)  # as it is in a process made now:
-        try:  # Ctrl-C goes to both, and until the engine ignores it, it would be a traceback
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "sapwood.server.process.engine_process", str(self._folder.path)],
-                stdin=subprocess.PIPE,
-            )
-        except OSError as error:
-            self.down = f"no process for the engine can be started: {error}"
-            self._context.destroy(linger=0)
-            self._folder.close()
-            raise ValueError(self.down) from None
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        assert self._process.stdin is not None
-        self._pidfd = os.pidfd_open(self._process.pid)
-        loop.add_reader(self._pidfd, self._died)
-        loop.add_reader(self._inward.fileno(), self._readable)
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(settings)
-            self._process.stdin.close()
+        self._starting = asyncio.get_running_loop().create_future()
+        try:
+            self._child = EngineChild(self.settings(), self._readable, self._died)
+        except ValueError as error:
+            self.down = str(error)
+            raise
         self._readable()
-        return await self._waiting
+        return await self._starting
 
     @property
     def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
+        return None if self._child is None else self._child.process.pid
 
     def _died(self) -> None:
-        assert self._process is not None
-        self._readable()  # what it has sent before
-        code = self._process.wait()
-        self._close_sockets()
-        why = self._failed or f"the engine process has ended ({_ending(code)})"
-        self.down = without_paths(why)  # what clients are told
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_exception(EngineRefused(why) if code == REFUSED else ValueError(why))
+        assert self._child is not None
+        self._readable()  # messages from before its end
+        ending, code = self._child.ending(), self._child.process.returncode
+        self._child.close()
+        why = self._failed or f"the engine process has ended ({ending})"
+        self.down = without_paths(why)  # clients see it
+        if self._starting is not None and not self._starting.done():
+            self._starting.set_exception(EngineRefused(why) if code == REFUSED_STATUS else ValueError(why))
             return
         lanes, self.lanes = self.lanes, {}
         for number, lane in lanes.items():
             lane.end = End(number, "error", None, 0, why)
             lane.job.wake()
-        for question in self._questions.values():
-            if not question.done():
-                question.set_exception(engine_down(self.down))
-        self._questions.clear()
+        for query in self._queries.values():
+            if not query.done():
+                query.set_exception(engine_down(self.down))
+        self._queries.clear()
         self.on_down(why)
 
-    def _close_sockets(self) -> None:
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(self._pidfd)
-        os.close(self._pidfd)
-        loop.remove_reader(self._inward.fileno())
-        self._context.destroy(linger=0)
-        self._folder.close()
-
     async def close(self) -> None:
-        """End the engine: what it owes a store is written first, for as long as the engine said when it was ready."""
-        process = self._process
-        if process is None or process.poll() is not None:
+        """End the engine. It writes its backups to the store first, within the time that it named when it was ready."""
+        child = self._child
+        if child is None or not child.running:
             return
         self.on_down = lambda why: None
-        loop = asyncio.get_running_loop()
-        with contextlib.suppress(ValueError, OSError):
-            loop.remove_reader(self._pidfd)
-        process.send_signal(STOP)
         seconds = _CLOSE_SECONDS + (self.ready.closes_within if self.ready is not None else 0.0)
-        try:
-            await asyncio.wait_for(loop.run_in_executor(None, process.wait), seconds)
-        except TimeoutError:
+        if not await child.stop(seconds):
             log.warning("the engine has not ended within %.0f s: what it still owed its store is not written", seconds)
-            process.kill()
-            await loop.run_in_executor(None, process.wait)
-        self._close_sockets_quietly()
-
-    def _close_sockets_quietly(self) -> None:
-        with contextlib.suppress(ValueError, OSError, zmq.ZMQError):
-            self._close_sockets()
+        child.close()
 
     def cut(self, why: str) -> None:
-        """End every stream with an error, and abort what they waited for."""
+        """End every stream with an error, and abort its samples."""
         lanes, numbers = dict(self.lanes), list(self.lanes)
         self.drop(numbers, finished=False)
         for number, lane in lanes.items():
@@ -310,7 +262,7 @@ class EngineLink:
             lane.job.wake()
 
     def expire(self, job: EngineJob, seconds: float) -> None:
-        """A request has waited for its first token for so long: it waits no longer."""
+        """So many seconds have passed since a request came: if it has no token yet, it waits no longer."""
         if any(lane.begun is not None for lane in job.lanes):
             return
         waiting = [number for number in job.numbers if number in self.lanes]
@@ -322,32 +274,32 @@ class EngineLink:
 
     def kill(self) -> None:
         """End it at once."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
-            self._folder.close()
+        if self._child is not None:
+            self._child.kill()
 
     def discard(self, why: str) -> None:
-        """End it at once, because what is to be beside it could not be had: nobody is told that it has died."""
+        """End an engine at once that is of no use, because another part of the start has failed. `on_down` is not
+        called."""
         if self.down is None:
             self.kill()
-            self._close_sockets_quietly()
+            if self._child is not None:
+                self._child.close()
             self.down = why
 
     @property
     def waiting(self) -> int:
-        """Samples that nothing was computed for yet, as far as is known here."""
+        """Samples without a token, as far as is known here."""
         return sum(lane.begun is None for lane in self.lanes.values())
 
     @property
     def hangs(self) -> float:
-        """Seconds since the engine was last heard, while somebody waits for it."""
-        return time.monotonic() - self.heard if self.lanes or self._questions else 0.0
+        """Seconds since the engine was last heard, while requests or questions wait for it."""
+        return time.monotonic() - self.heard if self.lanes or self._queries else 0.0
 
     # ---- requests
 
     def live(self, tenant: str) -> int:
-        """Samples of somebody that wait or run."""
+        """Samples of a tenant that wait or run."""
         return sum(lane.job.tenant == tenant for lane in self.lanes.values())
 
     def job(self, lanes: int, tenant: str) -> EngineJob:
@@ -384,46 +336,42 @@ class EngineLink:
             self._send(Drop(known, finished))
 
     async def load_adapter(self, name: str, path: str, root: str | None = None) -> bytes:
-        """The digest of an adapter that is loaded now. `root`: the folder in which `path` must be, and stay. Nothing of
-        it is looked at in this process: a file system may hang."""
+        """Load an adapter; returns its digest. `root`: the folder in which `path` must be, and stay. No file of it is
+        opened in this process: a file system may hang."""
         seconds = _QUERY_SECONDS + (self.ready.facts.get("lora_seconds", SECONDS) if self.ready is not None else 0.0)
-        digest: bytes = await self._ask("load_adapter", seconds, {"name": name, "path": path, "root": root})
+        digest: bytes = await self._query("load_adapter", seconds, {"name": name, "path": path, "root": root})
         return digest
 
-    async def ask(self, what: str, **arguments: Any) -> Any:
-        """What the engine answers; ApiError if it says no."""
-        return await self._ask(what, _QUERY_SECONDS, arguments)
+    async def ask(self, name: str, /, **arguments: Any) -> Any:
+        """The engine's answer to a question of `EngineQueries`; ApiError if it refuses."""
+        return await self._query(name, _QUERY_SECONDS, arguments)
 
-    async def _ask(self, what: str, seconds: float, arguments: dict[str, Any]) -> Any:
+    async def _query(self, name: str, seconds: float, arguments: dict[str, Any]) -> Any:
         if self.down is not None or not self.up:
             raise engine_down(self.down or "the engine is not ready yet")
         number, self._number = self._number, self._number + 1
-        question = self._questions[number] = asyncio.get_running_loop().create_future()
-        self._send(EngineQuery(number, what, arguments))
+        query = self._queries[number] = asyncio.get_running_loop().create_future()
+        self._send(EngineQuery(number, name, arguments))
         try:
-            return await asyncio.wait_for(question, seconds)
+            return await asyncio.wait_for(query, seconds)
         except TimeoutError:
             raise ApiError(503, "the engine does not answer", "service_unavailable") from None
         finally:
-            self._questions.pop(number, None)
+            self._queries.pop(number, None)
 
     def _send(self, message: Any) -> None:
-        raw = encode(message)
-        try:
-            self._outward.send(raw, zmq.NOBLOCK)
-        except zmq.Again:  # nobody is connected: it has just begun, or it is dead and that is not told yet
-            if self._process is not None and self._process.poll() is None:
-                with contextlib.suppress(zmq.Again):
-                    self._outward.send(raw)
+        assert self._child is not None
+        self._child.send(message)
 
     # ---- what comes back
 
     def _readable(self) -> None:
-        """The socket's file tells of a change only: everything is taken."""
-        taken = 0
+        """The socket's file shows changes only: all messages are taken."""
+        assert self._child is not None
+        taken, receive = 0, self._child.inward.recv
         try:
             while True:
-                message = decode_to_api(self._inward.recv(zmq.NOBLOCK))
+                message = decode_to_api(receive(zmq.NOBLOCK))
                 if isinstance(message, StepOutput):
                     self._dispatch(message)
                     taken = message.step
@@ -434,10 +382,10 @@ class EngineLink:
         except zmq.ZMQError:  # closed
             return
         self.heard = time.monotonic()
-        if taken - self._told >= ACK_EVERY_STEPS:
-            self._told = taken
+        if taken - self._acknowledged >= ACK_EVERY_STEPS:
+            self._acknowledged = taken
             self._send(Acknowledged(taken))
-        self._tell()
+        self._wake_readers()
 
     def _dispatch(self, message: StepOutput) -> None:
         now = time.monotonic()
@@ -467,49 +415,39 @@ class EngineLink:
                 lane.end = end
                 news[lane.job] = None
 
-    def _tell(self) -> None:
-        """Whoever waits for what was dispatched."""
+    def _wake_readers(self) -> None:
         for job in self._news:
             job.wake()
         self._news.clear()
 
-    def does(self, what: str) -> None:
-        """What a start is at now, for whoever asks meanwhile; and what it was at before took so long."""
-        self._spend()
-        self.doing = what
+    def does(self, doing: str) -> None:
+        """The start begins another part, which /health shows; the seconds of the part before are counted."""
+        self._end_part()
+        self.doing = doing
 
-    def _spend(self) -> None:
+    def _end_part(self) -> None:
         now = time.monotonic()
         self.spent[self.doing] = self.spent.get(self.doing, 0.0) + now - self._doing_since
         self._doing_since = now
 
     def _other(self, message: Any) -> None:
         if isinstance(message, QueryAnswer):
-            question = self._questions.get(message.number)
-            if question is not None and not question.done():
+            query = self._queries.get(message.number)
+            if query is not None and not query.done():
                 if message.problem:
                     status, code, param, headers = _PROBLEMS[message.problem]
-                    question.set_exception(ApiError(status, message.error, code, param, headers))
+                    query.set_exception(ApiError(status, message.error, code, param, headers))
                 elif message.error:
-                    question.set_exception(ApiError(400, message.error))
+                    query.set_exception(ApiError(400, message.error))
                 else:
-                    question.set_result(message.value)
+                    query.set_result(message.value)
         elif isinstance(message, Progress):
-            self.does(message.what)
-            log.debug("engine: %s", message.what)
+            self.does(message.doing)
+            log.debug("engine: %s", message.doing)
         elif isinstance(message, Ready):
-            self._spend()
+            self._end_part()
             self.ready, self.up = message, True
-            if self._waiting is not None and not self._waiting.done():
-                self._waiting.set_result(message)
-        elif isinstance(message, Alive):
-            pass
+            if self._starting is not None and not self._starting.done():
+                self._starting.set_result(message)
         elif isinstance(message, StartFailed):
             self._failed = message.why
-
-
-def _ending(code: int) -> str:
-    if code < 0:
-        with contextlib.suppress(ValueError):
-            return f"killed by {signal.Signals(-code).name}"
-    return f"exit status {code}"

@@ -4,7 +4,7 @@
                           |
                           +-- wake
 
-Its life belongs to the kernel: it dies with the process that started it, however that ends (pdeathsig). Started as
+The kernel kills it when the process that started it ends, however that ends (pdeathsig). engine_child.py starts it as
 `python -m sapwood.server.process.engine_process FOLDER`, with its settings as JSON on stdin.
 """
 
@@ -28,7 +28,7 @@ import numpy as np
 import zmq
 
 from sapwood.cache import held_events
-from sapwood.engine.request_table import Requests
+from sapwood.engine.request_table import RequestTable
 from sapwood.engine.samples import Sample
 
 from ..observe.logs import set_up
@@ -36,7 +36,12 @@ from .engine_queries import EngineQueries
 from .grammars import Grammars, GrammarsBusy
 from .kv_events import KVEventPublisher
 from .kv_events_config import KVEventsConfig
+from .loaded_model import LoadedModel, ServedEngine
 from .messages import (
+    IGNORED_SIGNALS,
+    MAX_UNACKED_STEPS,
+    REFUSED_STATUS,
+    STOP_SIGNAL,
     Acknowledged,
     Alive,
     Drop,
@@ -44,9 +49,9 @@ from .messages import (
     EngineQuery,
     Likely,
     Progress,
-    QueryAnswer,
     Ready,
     SampleBegun,
+    Settings,
     StartFailed,
     StepOutput,
     Submit,
@@ -56,50 +61,39 @@ from .messages import (
 )
 
 log = logging.getLogger(__name__)
-MAX_UNACKED_STEPS = 8  # steps that are sent before the API must have taken the first of them
-_MAX_REST_SECONDS = 1.0  # seconds at most
+_MAX_REST_SECONDS = 1.0  # seconds
 _GC_SECONDS = 30.0  # seconds without rest after which the youngest garbage is collected all the same
 _ALIVE_SECONDS = 1.0  # seconds after which the API hears that the engine lives
 _PR_SET_PDEATHSIG = 1
 
 
-class Settings(msgspec.Struct, forbid_unknown_fields=True):
-    """What an engine process is started with. `factory`: "module:function", which gets `flags` and a `Progress`
-    function, and returns a `Requests` with what `Serves` says."""
-
-    factory: str
-    flags: dict[str, Any]
-    parent: int
-    log_format: str = "text"
-    log_level: str = "info"
-    kv_events: dict[str, Any] | None = None
-
-
 class EngineSide:
-    """`engine`: whatever inherits `Requests`."""
+    """The step loop of the engine process: takes the API's messages, steps, and sends the output of each step."""
 
-    def __init__(self, engine: Requests, send: Any, grammars: Grammars | None, events: KVEventPublisher | None) -> None:
-        self.engine = engine
-        self.answers = EngineQueries(engine, self._answer)
+    def __init__(
+        self, requests: RequestTable, send: Any, grammars: Grammars | None, events: KVEventPublisher | None
+    ) -> None:
+        self.requests = requests
+        self.queries = EngineQueries(requests, send)
         self.inbox: deque[Any] = deque()
         self.stopping = False
         self._send = send
         self._grammars = grammars
         self._events = events
-        self._live: dict[int, _Live] = {}
+        self._samples: dict[int, Sample] = {}  # that the API waits for, by number
         self._compiling: dict[int, tuple[Submit, Any]] = {}  # requests whose grammars are being made
-        self._step = self._taken = 0
+        self._step = self._acknowledged = 0
         self._sent = time.monotonic()
-        self._ends: list[End] = []  # of those that never came to a step
+        self._ends: list[End] = []  # of samples that never came to a step
 
     def receives(self, message: bytes) -> None:
         """Called by the receiver's thread."""
         self.inbox.append(decode_to_engine(message))
-        self.engine.wake()
+        self.requests.wake()
 
     def run(self) -> None:
         """Until `stopping`."""
-        engine = self.engine
+        requests = self.requests
         gc.collect()
         gc.freeze()
         gc.disable()  # a collection would be in the middle of a step; there is time for it when nothing runs
@@ -107,30 +101,28 @@ class EngineSide:
         while not self.stopping:
             while self.inbox:
                 self._take(self.inbox.popleft())
-            if (
-                self._step - self._taken >= MAX_UNACKED_STEPS
-            ):  # the API cannot keep up: more tokens would only pile up there
-                engine.loop.tiers.wait(0.05)
+            if self._step - self._acknowledged >= MAX_UNACKED_STEPS:  # more tokens would only pile up in the API
+                requests.loop.tiers.wait(0.05)
                 continue
             if self._compiling:
                 self._compiled()
-            changed = engine.step()
+            changed = requests.step()
             if changed or self._ends:
-                self._tell(changed)
+                self._send_step(changed)
                 resting = False
-            elif not engine.samples and not resting:
+            elif not requests.samples and not resting:
                 gc.collect(1)
                 resting = True
-            if not resting and time.monotonic() - collected > _GC_SECONDS:  # somebody always runs
+            if not resting and time.monotonic() - collected > _GC_SECONDS:  # requests run all the time
                 gc.collect(0)
                 collected = time.monotonic()
             if self._events is not None:
                 self._publish(self._events)
-            self.answers.poll()
+            self.queries.poll()
             if time.monotonic() - self._sent > _ALIVE_SECONDS:
                 self._send(Alive())
                 self._sent = time.monotonic()
-            engine.rest(0.002 if self._compiling else _MAX_REST_SECONDS)
+            requests.rest(0.002 if self._compiling else _MAX_REST_SECONDS)
 
     # ---- in
 
@@ -140,9 +132,9 @@ class EngineSide:
         elif isinstance(message, Drop):
             self._drop(message)
         elif isinstance(message, Acknowledged):
-            self._taken = message.step
+            self._acknowledged = message.step
         elif isinstance(message, EngineQuery):
-            self.answers.take(message)
+            self.queries.take(message)
 
     def _submit(self, message: Submit) -> None:
         if message.grammar is None:
@@ -166,7 +158,7 @@ class EngineSide:
     def _enter(self, message: Submit, grammars: Any) -> None:
         tokens = np.frombuffer(message.tokens, np.int32)
         try:
-            samples = self.engine.submit(
+            samples = self.requests.submit(
                 str(message.number),
                 tokens,
                 message.params,
@@ -180,8 +172,8 @@ class EngineSide:
             self._refuse(message, getattr(error, "reason", None) or str(error))
             return
         for sample in samples:
-            number = message.number + sample.index
-            self._live[number] = _Live(number, sample, message.arrived or time.monotonic())
+            sample.arrived = message.arrived or time.monotonic()
+            self._samples[message.number + sample.index] = sample
 
     def _refuse(self, message: Submit, why: str, reason: str = "refused") -> None:
         self._ends += [End(message.number + index, reason, None, 0, why) for index in range(message.params.n)]
@@ -191,15 +183,15 @@ class EngineSide:
             compiling = self._compiling.pop(number, None)
             if compiling is not None and self._grammars is not None:
                 self._grammars.cancel(compiling[1])
-        live = [self._live.pop(number) for number in message.numbers if number in self._live]
-        samples = [each.sample for each in live if each.sample.finish_reason is None]
+        dropped = [self._samples.pop(number) for number in message.numbers if number in self._samples]
+        samples = [sample for sample in dropped if sample.finish_reason is None]
         begun = [sample for sample in samples if sample.token_ids] if message.finished else []
-        self.engine.finish(begun)
-        self.engine.abort([sample for sample in samples if sample not in begun])
+        self.requests.finish(begun)
+        self.requests.abort([sample for sample in samples if sample not in begun])
 
     # ---- out
 
-    def _tell(self, changed: list[Sample]) -> None:
+    def _send_step(self, changed: list[Sample]) -> None:
         numbers: list[int] = []
         tokens: list[int] = []
         begun: list[SampleBegun] = []
@@ -207,24 +199,24 @@ class EngineSide:
         likely: dict[int, Likely] = {}
         prompts: dict[int, list[Likely | None]] = {}
         for sample in changed:
-            live = self._live.get(int(sample.request) + sample.index)
-            if live is None:  # dropped
+            number, ids = int(sample.request) + sample.index, sample.token_ids
+            if number not in self._samples:  # dropped
                 continue
-            number, ids = live.number, sample.token_ids
-            if len(ids) > live.sent:
-                if not live.sent:
-                    begun.append(live.begun())
+            if len(ids) > sample.sent:
+                if not sample.sent:
+                    queued = max(0.0, (sample.seated or time.monotonic()) - sample.arrived)
+                    begun.append(SampleBegun(number, queued, sample.cache))
                     if sample.scores_prompt:
                         prompts[number] = [None if each is None else _plain(each) for each in sample.prompt_logprobs]
                 if sample.logprobs:
                     likely[number] = _plain(sample.logprobs[-1])
                 numbers.append(number)
                 tokens.append(ids[-1])
-                live.sent = len(ids)
+                sample.sent = len(ids)
             if sample.finish_reason is not None:
                 stop = sample.stop_reason if isinstance(sample.stop_reason, int) else None
-                ends.append(End(number, sample.finish_reason, stop, sample.cached, sample.error))
-                del self._live[number]
+                ends.append(End(number, sample.finish_reason, stop, sample.cache.cached, sample.error))
+                del self._samples[number]
         if not numbers and not ends:
             return
         self._step += 1
@@ -242,37 +234,12 @@ class EngineSide:
             )
         )
 
-    def _answer(self, answer: QueryAnswer) -> None:
-        self._send(answer)
-
-    def _publish(self, events: KVEventPublisher) -> None:
-        told = self.engine.scheduler.drain_events()
-        if told:
-            events.publish(told)
-        if events.wants_snapshot:
-            events.give_snapshot(held_events(self.engine.scheduler.cache))
-
-
-class _Live:
-    """A sample that the API waits for."""
-
-    __slots__ = ("arrived", "number", "sample", "sent")
-
-    def __init__(self, number: int, sample: Sample, arrived: float) -> None:
-        self.number = number
-        self.sample = sample
-        self.arrived = arrived
-        self.sent = 0  # tokens
-
-    def begun(self) -> SampleBegun:
-        sample = self.sample
-        known = sample.miss.cached  # when it came
-        host, store = sample.loaded - sample.fetched, sample.fetched
-        shared = max(0, sample.cached - max(known, host) - store)
-        queued = max(0.0, (sample.seated or time.monotonic()) - self.arrived)
-        return SampleBegun(
-            self.number, queued, sample.cached, host, store, shared, sample.miss.reason, sample.miss.position
-        )
+    def _publish(self, publisher: KVEventPublisher) -> None:
+        events = self.requests.scheduler.drain_events()
+        if events:
+            publisher.publish(events)
+        if publisher.wants_snapshot:
+            publisher.give_snapshot(held_events(self.requests.scheduler.cache))
 
 
 def _plain(likely: Any) -> Likely:
@@ -281,17 +248,13 @@ def _plain(likely: Any) -> Likely:
 
 # ---- the process
 
-STOP = signal.SIGUSR1  # how the API ends it
-IGNORED = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C and systemd's stop reach both processes: the API decides
-REFUSED = 2  # the status to exit with if what was asked for cannot be: a model, or a flag
-
 
 def main() -> int:
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
     _die_with(settings.parent)
-    for each in IGNORED:
+    for each in IGNORED_SIGNALS:
         signal.signal(each, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
     set_up(settings.log_format, settings.log_level)
     folder = Path(sys.argv[1])
     context = zmq.Context()
@@ -314,55 +277,55 @@ def main() -> int:
         if not known:
             log.exception("the engine cannot start")
         context.destroy(linger=1000)
-        return REFUSED if isinstance(error, ValueError) else 1
-    side = EngineSide(engine, send, grammars, events)
+        return REFUSED_STATUS if isinstance(error, ValueError) else 1
+    side = EngineSide(engine.requests, send, grammars, events)
 
     def stop(*_: object) -> None:
         side.stopping = True
-        engine.wake()
+        engine.requests.wake()
 
-    signal.signal(STOP, stop)
+    signal.signal(STOP_SIGNAL, stop)
     threading.Thread(target=_receive, args=(inward, side), daemon=True).start()
     side.run()
     engine.close()
     if events is not None:
         events.close()
     outward.close(linger=1000)
-    context.term()  # the receiver's thread hears of it and closes its socket: no other may
+    context.term()  # wakes the receiver's thread, which alone may close its socket
     return 0
 
 
-def _opened(settings: Settings, send: Any) -> tuple[Requests, Grammars | None, KVEventPublisher | None]:
+def _opened(settings: Settings, send: Any) -> tuple[ServedEngine, Grammars | None, KVEventPublisher | None]:
     module, _, function = settings.factory.partition(":")
     config = None if settings.kv_events is None else KVEventsConfig.of(settings.kv_events)
     send(Progress("importing"))
-    opened = getattr(import_module(module), function)(
-        settings.flags, lambda what: send(Progress(what)), config is not None and config.active
+    loaded: LoadedModel = getattr(import_module(module), function)(
+        settings.flags, lambda doing: send(Progress(doing)), config is not None and config.active
     )
-    engine: Requests = opened.engine
+    engine, requests = loaded.engine, loaded.engine.requests
     grammars = None
-    if opened.tokenizer is not None:
-        grammars = Grammars(opened.tokenizer, engine.vocabulary, engine.eos)
-        engine.fill = grammars.fill
+    if loaded.tokenizer is not None:
+        grammars = Grammars(loaded.tokenizer, requests.vocabulary, requests.eos)
+        engine.masks.fill = grammars.fill
     events = None
     if config is not None and config.active:
-        adapters: Any = getattr(engine, "adapters", None)
+        adapters: Any = requests.adapters
 
         def name_of(digest: bytes) -> str | None:
             known = {} if adapters is None else adapters.names()
             return next((name for name, each in known.items() if each == digest), None)
 
-        events = KVEventPublisher(config, name_of, engine.wake)
+        events = KVEventPublisher(config, name_of, requests.wake)
     send(
         Ready(
-            opened.folder,
-            engine.vocabulary,
-            engine.max_model_len,
-            list(engine.eos),
-            engine.scheduler.config.page_size,
-            {} if getattr(engine, "adapters", None) is None else engine.adapters.names(),  # type: ignore[attr-defined]
-            {**opened.facts, "store": (engine.loop.tiers.stats()["store"] or {}).get("uri")},
-            engine.closes_within,
+            loaded.folder,
+            requests.vocabulary,
+            requests.max_model_len,
+            list(requests.eos),
+            requests.scheduler.config.page_size,
+            {} if requests.adapters is None else requests.adapters.names(),
+            {**loaded.facts, "store": (requests.loop.tiers.stats()["store"] or {}).get("uri")},
+            requests.closes_within,
         )
     )
     return engine, grammars, events
@@ -379,7 +342,7 @@ def _receive(inward: zmq.Socket[bytes], side: EngineSide) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """When the process that started this one ends, so does this one: the kernel sees to it."""
+    """The kernel ends this process when the one that started it ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         raise SystemExit(1)

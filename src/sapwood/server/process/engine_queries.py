@@ -1,5 +1,5 @@
 """Questions of the API process about the cache, and changes of adapters, answered between two steps. Adapters are read
-by processes of their own, for which threads wait."""
+by processes of their own; threads wait for those."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from sapwood.cache import Namespace
 from sapwood.engine.lora.process import AT_ONCE, ReaderBusy, ReadTimeout
 from sapwood.engine.lora.reader import NoFolder
-from sapwood.engine.request_table import Requests
+from sapwood.engine.request_table import RequestTable
 
 from .messages import EngineQuery, QueryAnswer
 
@@ -22,12 +22,12 @@ _PROBLEMS = {NoFolder: "no_adapter", ReaderBusy: "adapters_busy", ReadTimeout: "
 class EngineQueries:
     """One thread calls `take` and `poll`: that of the steps."""
 
-    def __init__(self, engine: Requests, send: Callable[[QueryAnswer], None]) -> None:
-        self.engine = engine
+    def __init__(self, requests: RequestTable, send: Callable[[QueryAnswer], None]) -> None:
+        self.requests = requests
         self._send = send
-        self._files = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="adapters")  # none of them waits for another
+        self._files = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="adapters")  # no read waits for another
         self._waiting: list[tuple[int, Future[Any], Callable[[Any], Any]]] = []
-        self._known: dict[str, Callable[..., Any]] = {
+        self._answers: dict[str, Callable[..., Any]] = {
             "stats": self._stats,
             "explain": self._explain,
             "tree": self._tree,
@@ -36,18 +36,18 @@ class EngineQueries:
             "unload_adapter": self._unload_adapter,
         }
 
-    def take(self, ask: EngineQuery) -> None:
+    def take(self, query: EngineQuery) -> None:
         try:
-            found = self._known[ask.what](**ask.arguments)
+            found = self._answers[query.name](**query.arguments)
         except (ValueError, KeyError, TypeError, ReaderBusy) as error:
-            self._send(_refusal(ask.number, error))
+            self._send(_refusal(query.number, error))
             return
         if isinstance(found, _Later):
             future = self._files.submit(found.read)
-            future.add_done_callback(lambda _: self.engine.wake())
-            self._waiting.append((ask.number, future, found.then))
+            future.add_done_callback(lambda _: self.requests.wake())
+            self._waiting.append((query.number, future, found.then))
         else:
-            self._send(QueryAnswer(ask.number, found, ""))
+            self._send(QueryAnswer(query.number, found, ""))
 
     def poll(self) -> None:
         for waiting in [each for each in self._waiting if each[1].done()]:
@@ -61,41 +61,41 @@ class EngineQueries:
     # ---- the cache
 
     def _stats(self) -> dict[str, Any]:
-        engine = self.engine
-        stats = {**engine.scheduler.stats(), "tiers": engine.loop.tiers.stats()}
+        requests = self.requests
+        stats = {**requests.scheduler.stats(), "tiers": requests.loop.tiers.stats()}
         cache = dict(stats["cache"])
-        cache["namespaces"] = [{**each, "namespace": _shown(each["namespace"], engine)} for each in cache["namespaces"]]
-        live = engine.scheduler.adapters()
-        told = {state: {digest.hex(): count for digest, count in some.items()} for state, some in live.items()}
-        steps = {"sizes": list(engine.loop.step_sizes), "sum": engine.loop.step_tokens}
-        return {**stats, "cache": cache, "adapters": self._adapters(), "live_adapters": told, "step_tokens": steps}
+        cache["namespaces"] = [{**each, "namespace": _shown(each["namespace"])} for each in cache["namespaces"]]
+        live = requests.scheduler.adapters()
+        by_state = {state: {digest.hex(): count for digest, count in some.items()} for state, some in live.items()}
+        steps = {"sizes": list(requests.loop.step_sizes), "sum": requests.loop.step_tokens}
+        return {**stats, "cache": cache, "adapters": self._adapters(), "live_adapters": by_state, "step_tokens": steps}
 
     def _explain(self, tokens: bytes, adapter: bytes | None, salt: str | None, admin: bool) -> dict[str, Any]:
-        space = Namespace(adapter, salt, self.engine.version)
-        return self.engine.scheduler.cache.explain(space, np.frombuffer(tokens, np.int32), admin)._asdict()
+        space = Namespace(adapter, salt, self.requests.version)
+        return self.requests.scheduler.cache.explain(space, np.frombuffer(tokens, np.int32), admin)._asdict()
 
     def _tree(self, most: int) -> dict[str, Any]:
-        return self.engine.scheduler.cache.outline(most)
+        return self.requests.scheduler.cache.outline(most)
 
     def _reset(self, store: bool) -> dict[str, Any]:
-        """Forget what is cached on device and host, and with `store` also what the store has: nothing there is found
-        any more by this server, and its room is given to others as the store needs it."""
-        pages = self.engine.scheduler.cache.stats()["pages"]
+        """Forget what is cached on device and host. With `store` this server does not find its pages in the store any
+        more either; they stay there until the store needs their room."""
+        pages = self.requests.scheduler.cache.stats()["pages"]
         held = {tier: sum(group[tier]["tree"] for group in pages.values()) for tier in ("device", "host")}
-        self.engine.scheduler.flush()
+        self.requests.scheduler.flush()
         if store:
-            self.engine.version = self.engine.seeds.getrandbits(62)
-        running = len(self.engine.samples)
+            self.requests.version = self.requests.seeds.getrandbits(62)
+        running = len(self.requests.samples)
         return {"forgotten_pages": held, "store": store, "running_requests": running}
 
     # ---- adapters
 
     def _adapters(self) -> dict[str, bytes]:
-        adapters = getattr(self.engine, "adapters", None)
+        adapters = self.requests.adapters
         return {} if adapters is None else adapters.names()
 
     def _load_adapter(self, name: str, path: str, root: str | None) -> Any:
-        adapters: Any = getattr(self.engine, "adapters", None)
+        adapters: Any = self.requests.adapters
         if adapters is None:
             raise ValueError("this server was started without --enable-lora")
         if len(self._waiting) >= AT_ONCE:
@@ -103,14 +103,14 @@ class EngineQueries:
         return _Later(lambda: adapters.read(path, root), lambda adapter: adapters.add(name, adapter))
 
     def _unload_adapter(self, name: str) -> bytes:
-        adapters: Any = getattr(self.engine, "adapters", None)
+        adapters: Any = self.requests.adapters
         if adapters is None:
             raise ValueError("this server was started without --enable-lora")
         digest: bytes = adapters.unload(name)
         if digest not in adapters.names().values():
-            for each in self.engine.scheduler.cache.stats()["namespaces"]:
+            for each in self.requests.scheduler.cache.stats()["namespaces"]:
                 if each["namespace"].adapter == digest:
-                    self.engine.scheduler.evict_namespace(each["namespace"])
+                    self.requests.scheduler.evict_namespace(each["namespace"])
         return digest
 
 
@@ -126,7 +126,7 @@ def _refusal(number: int, error: Exception) -> QueryAnswer:
     return QueryAnswer(number, None, str(error) or type(error).__name__, _PROBLEMS.get(type(error), ""))
 
 
-def _shown(space: Namespace, engine: Requests) -> dict[str, Any]:
-    """A namespace without its salt, which is a secret of its tenant."""
+def _shown(space: Namespace) -> dict[str, Any]:
+    """A namespace without its salt, which is the tenant's secret."""
     digest = None if space.adapter is None else space.adapter.hex()
     return {"adapter": digest, "salted": space.salt is not None, "version": space.version}

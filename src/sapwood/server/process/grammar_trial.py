@@ -1,12 +1,12 @@
-"""Grammars of strangers are compiled here first, in a process of their own: a few bytes can ask for minutes, gigabytes
-or more stack than there is, and what llguidance has begun nobody can stop. A fork of that process tries one grammar,
-and ends when that has cost too much: time of a processor, so that what is served does not depend on who else is busy.
+"""Grammars of clients are compiled here first, in a process of their own: a few bytes can ask for minutes, gigabytes or
+more stack than there is, and llguidance cannot be interrupted. A fork of that process tries one grammar, and ends when
+that has cost too much. What counts is processor time, so that the load of the machine does not decide what is served.
 
     engine --> Vocabulary, once         --> trial
     engine --> [kind, text]             --> trial
-    engine <-- [error, grammar, bytes]  <-- trial      a line of JSON each; bytes: what the grammar needs of memory
+    engine <-- [error, grammar, bytes]  <-- trial      a line of JSON each; bytes: the memory that the grammar needs
 
-The file is run as a script: it needs llguidance and the standard library, nothing of ours.
+The file is run as a script: it needs llguidance and the standard library, and imports nothing of Sapwood.
 """
 
 from __future__ import annotations
@@ -26,30 +26,31 @@ from typing import Any, NamedTuple
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag, TokenizerWrapper, grammar_from, regex_to_lark
 
-# What one token may cost. Masks are also made while a step waits for them: what needs more is an error of that sample.
+# What one token may cost. Steps wait for masks: a grammar that needs more is an error of its sample.
 LIMITS = LLParserLimits(
     step_lexer_fuel=100_000,
     step_max_items=20_000,
     max_lexer_states=50_000,
-    precompute_large_lexemes=False,  # would walk through the whole vocabulary here, and nothing limits that
+    precompute_large_lexemes=False,  # would walk through the whole vocabulary here, without a limit
     verbose_errors=False,
 )
 SLOW = "grammar took too long to compile"
 LARGE = "grammar is too complex to compile"
-_STACK = 8 << 20  # of a trial
-_WALL_TIMES_CPU = 10  # times the seconds it may compute: so long may it take, where it has to wait for a processor
-STACK = 8 * _STACK  # of a thread that compiles what has passed
+_STACK = 8 << 20  # bytes of a trial
+_WALL_TIMES_CPU = 10  # a trial may take so many times its processor seconds, if it has to wait for a processor
+STACK = 8 * _STACK  # bytes of a thread that compiles grammars that have passed
 _PR_SET_PDEATHSIG = 1
 
-# Bytes that must follow are not worked out ahead: a million of them would be, between two steps. Last, so that it holds
-# against options in the grammar itself.
+# Without it llguidance works out ahead which bytes must follow, up to a million of them between two steps. It stands at
+# the end, so that it overrides options in the grammar itself.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
-# Between the parts of JSON: a new line with its indentation, or a few spaces. Models that are lost write them for ever.
+# Between the parts of JSON: a new line with its indentation, or a few spaces. Without a bound models may write them for
+# ever.
 SPACES = {"whitespace_pattern": r"(\r?\n[ \t]{0,64}|[ \t]{1,8})"}
 
 
 def lark(kind: str, text: str) -> str:
-    """A grammar as llguidance has it. ValueError if `text` is none of this kind."""
+    """A grammar in llguidance's form. ValueError if `text` is not of this kind."""
     if kind == "json_object":
         made = _json({"type": "object"})
     elif kind == "json_schema":
@@ -71,12 +72,12 @@ def lark(kind: str, text: str) -> str:
 
 
 def explained(kind: str, error: str) -> str:
-    """An error of llguidance in words for somebody who has written no Lark, or nothing of what was added to it."""
+    """An error of llguidance in words for a client that wrote no Lark, or not the parts that were added to it."""
     error = error.replace("<non-verbose/>", "").strip()
     if kind != "grammar":
         error = re.split(r"\n +\d+ \| ", error)[0]
         error = re.sub(r"^(at )?\d+\(\d+\): ", "", error).removeprefix("failed to compile JSON schema: ")
-        error = error.rpartition("\nerror: ")[2]  # what precedes it is a drawing of the place
+        error = error.rpartition("\nerror: ")[2]  # before it is a drawing of the place
     elif "\\u0026" in error or "\\u007e" in error:
         error = error.replace("\\u0026", "&").replace("\\u007e", "~") + "\nthe operators & and ~ are not served"
     error = re.sub(r"\n +\d+ \| ?(%llguidance .*)?(?=\n|$)", "", error)
@@ -102,8 +103,8 @@ def _tags(wanted: Any) -> str:
 
 
 def _without_operators(text: str) -> str:
-    """The operators `&` and `~` of terminals can take for ever to compile. As escapes they are what they were in
-    strings and regular expressions, and errors everywhere else; `x~2..3` stays."""
+    """The operators `&` and `~` of terminals can take for ever to compile. As escapes they mean the same in strings and
+    regular expressions, and are errors everywhere else; `x~2..3` stays."""
     if re.search(r"""\[[^][\n"' ]*&&""", text):
         raise ValueError("classes of characters cannot be intersected")
     text = re.sub(r"(?<!\\)((?:\\\\)*)\\?&", r"\1\\u0026", text)
@@ -114,8 +115,8 @@ def _without_operators(text: str) -> str:
 
 
 class Vocabulary(NamedTuple):
-    """What a grammar can know of a tokenizer: how many tokens there are, which of them end a text, and the names of
-    those that are no ordinary text."""
+    """What a grammar can know of a tokenizer: its number of tokens, which of them end a text, and the names of those
+    that are no ordinary text."""
 
     size: int
     eos: Sequence[int]
@@ -125,8 +126,8 @@ class Vocabulary(NamedTuple):
 class Trial:
     """One trial process, for one thread. It ends with the thread that started it.
 
-    seconds     of a processor that a grammar may take
-    most_bytes  of memory it may need
+    seconds     processor time that a grammar may take
+    most_bytes  memory that it may need
     """
 
     def __init__(self, seconds: float, most_bytes: int, vocabulary: Vocabulary) -> None:
@@ -137,7 +138,7 @@ class Trial:
     def of(self, kind: str, text: str) -> tuple[str, int]:
         """The grammar that llguidance is to compile, and the bytes it needs. ValueError if it should not."""
         line = json.dumps([kind, text]) + "\n"
-        answer = self._ask(line) or self._ask(line)  # once more: it may have been killed by a stranger meanwhile
+        answer = self._ask(line) or self._ask(line)  # once more: the process may have been killed meanwhile
         if not answer:
             raise ValueError("grammars cannot be tried on this machine")
         error, grammar, size = json.loads(answer)
@@ -151,7 +152,7 @@ class Trial:
                 [sys.executable, "-I", __file__, *self._arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,  # of those that overflow the stack
+                stderr=subprocess.DEVNULL,  # Rust writes there when a fork overflows its stack
                 text=True,
                 encoding="ascii",
                 start_new_session=True,  # Ctrl-C is for the engine
@@ -187,8 +188,8 @@ class Trial:
 
 
 class _Bytes:
-    """A tokenizer with the vocabulary's names, and bytes for all its text: what compiling costs hardly depends on more
-    than that."""
+    """A tokenizer with the vocabulary's names, and bytes for all its text: the cost of compiling hardly depends on
+    anything else."""
 
     bos_token_id = None
 
@@ -205,7 +206,7 @@ class _Bytes:
                 self.tokens[id] = b"" if byte is None else bytes([byte])
 
     def __call__(self, text: bytes) -> list[int]:
-        return []  # asked for what must follow, which is not worked out
+        return []  # called for bytes that must follow, which are not worked out
 
 
 def main() -> None:
@@ -255,7 +256,7 @@ def _compiled(tokenizer: LLTokenizer, kind: str, text: str) -> list[Any]:
         grammar = lark(kind, text)
         before = _pages(1)
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
-        matcher.compute_bitmask()  # some find out here that nothing at all is of their form
+        matcher.compute_bitmask()  # some grammars only fail here, because no text at all has their form
     except RecursionError:
         return [LARGE, "", 0]
     except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
@@ -274,13 +275,13 @@ def _pages(column: int) -> int:
         return int(file.read().split()[column]) * resource.getpagesize()
 
 
-def _lower(what: int, most: int) -> None:
-    _, hard = resource.getrlimit(what)
-    resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+def _lower(limit: int, most: int) -> None:
+    _, hard = resource.getrlimit(limit)
+    resource.setrlimit(limit, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def _die_with(parent: int) -> None:
-    """As that of engine_process.py: nothing of ours can be imported here."""
+    """The same as in engine_process.py, which cannot be imported here."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the kernel was asked
         os._exit(1)

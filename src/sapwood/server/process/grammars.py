@@ -1,11 +1,11 @@
-"""Answers of a certain form: what a request demands of its text, and which tokens may come next to fulfil it. The API
-process makes and checks `GrammarSpec`; the engine process has the rest, through llguidance.
+"""Answers of a given form: what a request demands of its text, and which tokens may come next to fulfil it. The API
+process makes and checks `GrammarSpec`; the rest runs in the engine process, through llguidance.
 
     GrammarSpec --> a trial in another process --> compiled once --> a TokenGrammar for each sample
                     (time, memory, errors)         (cached)          (masks, tokens, back again)
 
-Special tokens of the tokenizer and ids that it does not have are never allowed, whatever a grammar says. Where a text
-is complete, and nothing can be added, the tokens that end it are all that is left.
+Special tokens of the tokenizer and ids that it does not have are never allowed, whatever the grammar. Where a text is
+complete, and nothing can be added, only the tokens that end it are allowed.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import json
 import os
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -27,32 +27,32 @@ import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
-from .fair_queue import FairQueue
 from .grammar_trial import LIMITS, STACK, Trial, Vocabulary, explained
 
 Masks = npt.NDArray[np.int32]
+T = TypeVar("T")
 
 KINDS = ("json_object", "json_schema", "regex", "choice", "grammar", "structural_tag", "tool_calls")
-MOST_CHOICE = 4096  # characters
+MOST_CHOICE = 4096  # characters of a choice
 _MAX_WAITING = 64  # grammars that may wait to be compiled
-_MAX_CACHED = 64  # grammars that are kept,
-_MAX_CACHED_BYTES = 256 << 20  # and what they may need of memory together
-_SLOW_TOKEN_SECONDS = 0.05  # seconds that a token may cost a grammar: others wait for it
-_MAX_STRIKES = 3
-_WATCHED_STEPS = 64  # steps in which every grammar's own time is taken, after a slow one
+_MAX_CACHED = 64  # compiled grammars that are kept
+_MAX_CACHED_BYTES = 256 << 20  # memory that they may need together
+_SLOW_TOKEN_SECONDS = 0.05  # seconds that a token may cost a grammar: the whole step waits for it
+_MAX_STRIKES = 3  # slow tokens after which a grammar fails
+_WATCHED_STEPS = 64  # steps in which the time of each grammar is taken, after a slow one
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a text must be like: one of `KINDS`, and in its `text`
+    """The form of a text: one of `KINDS`, and in `text`
 
     json_object     nothing
     json_schema     a JSON schema
     regex           a regular expression that all of it matches (Rust's syntax)
     choice          a JSON list of strings
     grammar         a grammar in llguidance's kind of Lark, or in GBNF (as llama.cpp has it)
-    structural_tag  {"triggers": [...], "structures": [{"begin", "schema", "end"}, ...]}: any text, but what begins
-                    with a trigger goes on as one of the structures
-    tool_calls      a grammar in Lark, made here of a request's tools
+    structural_tag  {"triggers": [...], "structures": [{"begin", "schema", "end"}, ...]}: any text, but from a trigger
+                    on it goes on as one of the structures
+    tool_calls      a grammar in Lark, made by the server of a request's tools
     """
 
     kind: str
@@ -60,7 +60,7 @@ class GrammarSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def check(spec: GrammarSpec, *, max_bytes: int = 65536, max_depth: int = 64, max_choices: int = 1024) -> None:
-    """ValueError if it is too large, or certainly nothing of its kind. Cheap, and safe with whatever comes."""
+    """ValueError if it is too large, or certainly not of its kind. Cheap, and safe with any text."""
     kind, text = spec.kind, spec.text
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r:.60}")
@@ -100,7 +100,7 @@ def _check_json(kind: str, value: Any, max_depth: int, max_choices: int) -> None
     if not isinstance(value, dict):
         raise ValueError(f"{kind} must be a JSON object, got {value!r:.60}")
     layer: list[Any] = [value]
-    for _ in range(max_depth):  # by layers: nothing calls itself here
+    for _ in range(max_depth):  # by layers, without recursion
         layer = [inner for each in layer for inner in (each.values() if isinstance(each, dict) else each)]
         layer = [inner for inner in layer if isinstance(inner, (dict, list))]
     if layer:
@@ -129,10 +129,10 @@ class GrammarsBusy(ValueError):
 
 
 class TokenGrammar:
-    """A grammar that follows one sample. `error`: why its text cannot go on; then, and after a token that ends it, the
-    tokens that end it are all that is allowed."""
+    """A grammar that follows one sample. `error`: why its text cannot go on. With an error, and after a token that ends
+    the text, only the tokens that end it are allowed."""
 
-    __slots__ = ("_compiled", "_grammars", "_matcher", "_strikes", "_tokens", "_told", "error")
+    __slots__ = ("_compiled", "_fed", "_grammars", "_matcher", "_strikes", "_tokens", "error")
 
     def __init__(self, grammars: Grammars, compiled: LLMatcher) -> None:
         self.error = ""
@@ -140,13 +140,13 @@ class TokenGrammar:
         self._compiled = compiled  # as it is before the first token
         self._matcher = compiled.deep_copy()
         self._tokens: list[int] = []
-        self._told = 0  # how many of the tokens the matcher has been told: none from the first that ends a text on
+        self._fed = 0  # tokens that the matcher has consumed: none from the first that ends the text on
         self._strikes = 0
 
     @property
     def matcher(self) -> LLMatcher | None:
-        """What knows the tokens that may come next; None where only those are left that end a text."""
-        return None if self.error or self._told < len(self._tokens) else self._matcher
+        """The matcher that knows the next tokens; None where only tokens that end the text are allowed."""
+        return None if self.error or self._fed < len(self._tokens) else self._matcher
 
     def accept(self, token: int) -> None:
         matcher = self.matcher
@@ -155,7 +155,7 @@ class TokenGrammar:
             return
         begun = time.thread_time()
         if matcher.consume_token(token):
-            self._told += 1
+            self._fed += 1
         else:
             self.fails(f"token {token} is not of this form")
         self.took(time.thread_time() - begun)
@@ -166,14 +166,14 @@ class TokenGrammar:
             raise ValueError(f"tokens must be from 0 to {len(self._tokens)}, all that were accepted, got {tokens}")
         rest = self._tokens[:left]
         if not self.error:
-            if left >= self._told or self._matcher.rollback(self._told - left):
-                self._tokens, self._told = rest, min(left, self._told)
+            if left >= self._fed or self._matcher.rollback(self._fed - left):
+                self._tokens, self._fed = rest, min(left, self._fed)
                 return
         elif self._strikes >= _MAX_STRIKES:
             self._tokens = rest
             return
-        # A matcher with an error keeps it: another one begins from the start.
-        self._matcher, self._tokens, self._told, self.error = self._compiled.deep_copy(), [], 0, ""
+        # A matcher does not lose an error: another one begins from the start.
+        self._matcher, self._tokens, self._fed, self.error = self._compiled.deep_copy(), [], 0, ""
         for token in rest:
             self.accept(token)
 
@@ -186,23 +186,89 @@ class TokenGrammar:
         self.error = self.error or error
 
     def took(self, seconds: float) -> None:
-        """For one token. All others of its step have waited for it."""
+        """Count the time of one token, for which the whole step has waited."""
         if seconds > _SLOW_TOKEN_SECONDS:
             self._strikes += 1
             if self._strikes >= _MAX_STRIKES:
                 self.fails("grammar takes too long for each token")
 
 
+class FairQueue(Generic[T]):
+    """Things wait under names, which have equal shares of its places and its turns: one thing of each name is taken in
+    turn. At most `most` may wait; where there is no place, the name with most things gives up its newest. Threads put
+    and take."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._waiting: dict[str, deque[T]] = {}  # by name; the first has the next turn
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def __len__(self) -> int:
+        with self._changed:
+            return self._count()
+
+    def put(self, name: str, thing: T) -> T | None:
+        """What had to give way for it: a thing of another name, the thing itself, or nothing."""
+        with self._changed:
+            if self._count() >= self._most:
+                longest = max(self._waiting, key=lambda each: len(self._waiting[each]))
+                if len(self._waiting[longest]) <= len(self._waiting.get(name, ())) + 1:
+                    return thing
+                gone: T | None = self._waiting[longest].pop()
+            else:
+                gone = None
+            self._waiting.setdefault(name, deque()).append(thing)
+            self._changed.notify()
+            return gone
+
+    def take(self) -> T | None:
+        """The next thing; waits for it. None once the queue is closed."""
+        with self._changed:
+            while not self._waiting and not self._closed:
+                self._changed.wait()
+            if self._closed:
+                return None
+            name = next(iter(self._waiting))
+            theirs = self._waiting.pop(name)
+            thing = theirs.popleft()
+            if theirs:
+                self._waiting[name] = theirs  # behind all other names
+            return thing
+
+    def remove(self, unwanted: Callable[[T], bool]) -> None:
+        """These need not be done any more, if they still wait."""
+        with self._changed:
+            for name, theirs in list(self._waiting.items()):
+                left = deque(thing for thing in theirs if not unwanted(thing))
+                if left:
+                    self._waiting[name] = left  # its turn stays the same
+                else:
+                    del self._waiting[name]
+
+    def close(self) -> list[T]:
+        """What was still waiting. From now on `take` returns None."""
+        with self._changed:
+            left = [thing for theirs in self._waiting.values() for thing in theirs]
+            self._waiting.clear()
+            self._closed = True
+            self._changed.notify_all()
+            return left
+
+    def _count(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+
 class Grammars:
     """Compiles grammars for one tokenizer, and makes the masks of all samples of a step at once.
 
     tokenizer   or the path of its tokenizer.json
-    vocabulary  of the model: how many logits there are
+    vocabulary  how many logits the model has
     eos         the tokens that end a text
-    seconds     of a processor that a grammar may take to compile
-    megabytes   of memory it may need for that
+    seconds     processor time that a grammar may take to compile
+    megabytes   memory that it may need for that
     compilers   threads that compile, each with a process to try grammars in
-    threads     that make masks; 0: as many as there are cores, at most 16
+    threads     threads that make masks; 0: as many as there are cores, at most 16
     """
 
     def __init__(
@@ -220,9 +286,9 @@ class Grammars:
             tokenizer = Tokenizer.from_file(str(tokenizer))
         self.eos = frozenset(int(token) for token in eos if token < vocabulary)
         self.words = -(-vocabulary // 32)  # of a mask
-        self._trouble = ""  # why there are no grammars
+        self._trouble = ""  # why this model can have no grammars
         ids = np.fromiter(tokenizer.get_vocab().values(), np.int64)
-        size = max(vocabulary, int(ids.max()) + 1)  # a tokenizer may have tokens that the model has not
+        size = max(vocabulary, int(ids.max()) + 1)  # a tokenizer may have more tokens than the model
         text = np.zeros(-(-size // 32) * 32, bool)
         text[ids[ids < vocabulary]] = True
         added = tokenizer.get_added_tokens_decoder()
@@ -236,7 +302,7 @@ class Grammars:
         except ValueError as error:
             self._trouble = f"structured output is not possible with this model: {error!s:.200}"
         self._executor = LLExecutor(threads or min(16, len(os.sched_getaffinity(0))))
-        self._watching = 0  # so many steps more
+        self._watching = 0  # steps that are still watched
         self._cache = _Cache()
         self._jobs = FairQueue[_Compile](_MAX_WAITING)
         names = {id: token.content for id, token in added.items()}
@@ -252,7 +318,7 @@ class Grammars:
 
     def compile(self, spec: GrammarSpec, samples: int = 1, owner: str = "") -> Future[list[TokenGrammar]]:
         """A grammar for each of the samples, or a ValueError whose text is for the client. Owners have equal shares of
-        the queue and of the time that is spent on it: GrammarsBusy for one who has had his."""
+        the queue and of the compilers' time: GrammarsBusy if the owner's share is used up."""
         future: Future[list[TokenGrammar]] = Future()
         compiled = self._cache.get(spec)
         if self._trouble:
@@ -260,20 +326,20 @@ class Grammars:
         elif compiled is not None:
             future.set_result([TokenGrammar(self, compiled) for _ in range(samples)])
         else:
-            late = self._jobs.put(owner, _Compile(spec, samples, future))
-            if late is not None and late.future.set_running_or_notify_cancel():
-                late.future.set_exception(
+            dropped = self._jobs.put(owner, _Compile(spec, samples, future))
+            if dropped is not None and dropped.future.set_running_or_notify_cancel():
+                dropped.future.set_exception(
                     GrammarsBusy(f"{_MAX_WAITING} other grammars wait to be compiled: try again later")
                 )
         return future
 
     def cancel(self, future: Future[list[TokenGrammar]]) -> None:
-        """Nobody waits for it any more. What is being compiled already has its own bounds."""
+        """The request is gone. A grammar that is being compiled already has its own bounds."""
         if future.cancel():
             self._jobs.remove(lambda job: job.future is future)
 
     def close(self) -> None:
-        """Nobody waits any more."""
+        """Cancel all that waits, and end the threads."""
         for job in self._jobs.close():
             job.future.cancel()
         for thread in self._compilers:
@@ -281,7 +347,7 @@ class Grammars:
 
     def _compile_all(self) -> None:
         trial = Trial(*self._tried)
-        with contextlib.suppress(OSError):  # told to those who ask
+        with contextlib.suppress(OSError):  # each request gets the error
             trial.start()
         while (job := self._jobs.take()) is not None:
             if not job.future.set_running_or_notify_cancel():
@@ -296,7 +362,7 @@ class Grammars:
     def _compiled(self, trial: Trial, spec: GrammarSpec) -> LLMatcher:
         grammar, size = trial.of(spec.kind, spec.text)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
-        matcher.compute_bitmask()  # what was learned for the first mask is there for all samples
+        matcher.compute_bitmask()  # its copies for samples have the lexer states of the first mask already
         if matcher.is_error():
             raise ValueError(explained(spec.kind, matcher.get_error()))
         self._cache.put(spec, matcher, size)
@@ -305,13 +371,13 @@ class Grammars:
     # ---- masks
 
     def fill(self, grammars: Sequence[TokenGrammar], masks: Masks, rows: Sequence[int]) -> None:
-        """What each of these grammars allows, into the row of `masks` that is named for it. They are made in parallel,
-        without the interpreter."""
+        """Write what each of these grammars allows into its row of `masks`. They are made in parallel, without the
+        interpreter."""
         if masks.dtype != np.int32 or masks.shape[1:] != (self.words,) or not masks.flags.c_contiguous:
             raise ValueError(f"masks must be rows of {self.words} int32, got {masks.dtype} of shape {masks.shape}")
         wide = masks if len(self._text) == self.words else np.empty((len(masks), len(self._text)), np.int32)
         asked = [(grammar, grammar.matcher, row) for grammar, row in zip(grammars, rows, strict=True)]
-        self._ask([(grammar, matcher, row) for grammar, matcher, row in asked if matcher is not None], wide)
+        self._compute([(grammar, matcher, row) for grammar, matcher, row in asked if matcher is not None], wide)
         for grammar, matcher, row in asked:
             bits = wide[row]
             if matcher is not None:
@@ -325,9 +391,9 @@ class Grammars:
             if wide is not masks:
                 masks[row] = bits[: self.words]
 
-    def _ask(self, asked: list[tuple[TokenGrammar, LLMatcher, int]], masks: Masks) -> None:
+    def _compute(self, asked: list[tuple[TokenGrammar, LLMatcher, int]], masks: Masks) -> None:
         begun, width = time.perf_counter(), masks.shape[1] * 4
-        if self._watching:  # one after the other, to see which are slow
+        if self._watching:  # one after the other, to find the slow ones
             self._watching -= 1
             for grammar, matcher, row in asked:
                 own = time.thread_time()

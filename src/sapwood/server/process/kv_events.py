@@ -1,4 +1,4 @@
-"""KV events on ZMQ, as vLLM publishes them: a router hears which blocks this engine holds, and in which tier.
+"""KV events on ZMQ, as vLLM publishes them: a router learns which blocks this engine holds, and in which tier.
 
     the step's thread                          the publisher's thread
     publish(events) ---------> queue ---+---> pack ---> PUB      [topic, sequence number, payload]
@@ -6,9 +6,9 @@
            ^                                             |
            +------- wants_snapshot, wake() <--- ROUTER <-+       a replay from a sequence number on
 
-`publish` never waits. What it cannot queue is lost, and the sequence numbers show it. What a replay wants and the
-buffer has no more is answered from the tree: one batch that clears everything and tells all that the tree held after
-the batch whose number it bears; then the batches after that one.
+`publish` never waits. A batch that it cannot queue is lost, which the sequence numbers show. A replay of batches that
+are not in the buffer any more is answered from the tree: one batch that clears everything and stores all that the tree
+held after the batch with the same number; then the batches after that one.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ __all__ = ["KVEventPublisher", "KVEventsConfig", "lora_id_of", "salt_key"]
 
 log = logging.getLogger(__name__)
 END = (-1).to_bytes(8, "big", signed=True)  # the sequence number of a replay's last message
-_BATCHES_PER_TURN = 256  # batches or replayed messages before the thread looks at the rest of its work
+_BATCHES_PER_TURN = 256  # batches or replayed messages before the thread goes on with other work
 _MAX_REPLAYS = 64  # replays at a time
 _REPLAY_STALL_SECONDS = 30.0  # seconds after which a client that takes nothing more of its replay is given up
 _REPLAY_POLL_SECONDS = 0.02  # seconds until the thread looks for replays, while nothing is published
 _SNAPSHOT_INTERVAL_SECONDS = 1.0  # seconds between two snapshots: each costs the step's thread a walk through the tree
-_EVENTS_PER_YIELD = 64  # events of a snapshot after which the thread leaves the interpreter to the others
-_CLOSE_SECONDS = 1.0  # seconds for what is queued
+_EVENTS_PER_YIELD = 64  # events of a snapshot after which the thread yields the interpreter
+_CLOSE_SECONDS = 1.0  # seconds in which queued batches are sent at the end
 
 
 # ---- the wire
@@ -89,12 +89,12 @@ def lora_id_of(adapter: bytes) -> int:
 
 
 def salt_key(salt: str) -> str:
-    """What stands for a salt in `extra_keys`: a digest, with the mark by which Dynamo tells it from other keys."""
+    """The stand-in for a salt in `extra_keys`: a digest, with the prefix by which Dynamo recognises it."""
     return "dynamo-cache-salt:" + Namespace(salt=salt).digest().hex()[:32]
 
 
 class _Wire:
-    """Events as bytes. `names`: the name of an adapter by its digest, None if it has none (any more)."""
+    """Events as bytes. `names`: the name of an adapter by its digest, None if it has no name (any more)."""
 
     def __init__(self, encoding: str, names: Callable[[bytes], str | None]) -> None:
         array = encoding == "array"
@@ -110,7 +110,7 @@ class _Wire:
         for n, event in enumerate(events, 1):
             packed.append(msgspec.Raw(self._encode(self._event(event))))
             if n % _EVENTS_PER_YIELD == 0:
-                time.sleep(0.0002)  # 0 would take the interpreter back before another thread has woken up
+                time.sleep(0.0002)  # with 0 this thread would have the interpreter again before another has woken up
         return self._encode(_Batch(ts, packed, 0))
 
     def _event(self, event: KVEvent) -> msgspec.Struct:
@@ -138,7 +138,7 @@ class _Queued(NamedTuple):
     sequence: int
     ts: float
     events: Sequence[KVEvent]
-    snapshot: bool  # all that was held after `sequence`, for replays, and not what happened in it
+    snapshot: bool  # for replays: all that the tree held after `sequence`, instead of what happened in it
 
 
 class _Sent(NamedTuple):
@@ -147,7 +147,7 @@ class _Sent(NamedTuple):
 
 
 class _Replay:
-    """An answer under way: what is left of it, and since when the client takes nothing."""
+    """An answer under way: its batches that are left, and since when the client has taken none."""
 
     __slots__ = ("client", "left", "since")
 
@@ -158,11 +158,11 @@ class _Replay:
 
 
 class KVEventPublisher:
-    """Publishes what the engine drains from its cache.
+    """Publishes the events that the engine drains from its cache.
 
-    The step's thread calls `publish` with what it has drained and then, if `wants_snapshot`, `give_snapshot` with
-    `held_events(cache)`: both speak of the same moment then. `wake` is called, by another thread, when a snapshot is
-    wanted: a loop that rests goes round once. `endpoint` and `replay_endpoint` are where it is really bound.
+    The step's thread calls `publish` with the drained events and then, if `wants_snapshot`, `give_snapshot` with
+    `held_events(cache)`: so both are of the same moment. The publisher's thread calls `wake` when it wants a snapshot,
+    so that a loop that rests goes round once. `endpoint` and `replay_endpoint` are the addresses really bound.
     """
 
     def __init__(
@@ -175,8 +175,8 @@ class KVEventPublisher:
         self.wants_snapshot = False
         self.endpoint = self.replay_endpoint = ""
         self._next = config.first_sequence if config.first_sequence is not None else time.time_ns() // 1000
-        self._dropped = -1  # the last batch there was no room for
-        # This kind of queue wakes the thread without letting go of the interpreter: the step goes on.
+        self._dropped = -1  # the last batch for which the queue had no room
+        # This kind of queue wakes the thread without releasing the interpreter: the step goes on.
         self._queue: SimpleQueue[_Queued | None] = SimpleQueue()
         self._most = config.max_queue_size
         self._counts = dict.fromkeys(("batches", "dropped", "failed", "replays", "snapshots"), 0)
@@ -198,7 +198,7 @@ class KVEventPublisher:
         self._waiting: list[tuple[bytes, ...]] = []  # clients that are answered with a snapshot
         self._replays: list[_Replay] = []
         self._stalled = False  # no replay under way can go on just now
-        self._told: set[str] = set()  # what was logged once
+        self._warned: set[str] = set()  # what was logged once
         self._open()
         self.publish([AllBlocksCleared()])
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
@@ -283,7 +283,7 @@ class KVEventPublisher:
         self._context.destroy(linger=int(500 * _CLOSE_SECONDS))
 
     def _turn(self) -> None:
-        """Wait for batches, and send them; then go on with replays."""
+        """Wait for batches and send them; then continue replays."""
         wait = 0.0 if self._replays and not self._stalled else None if self._router is None else _REPLAY_POLL_SECONDS
         for _ in range(_BATCHES_PER_TURN):
             try:
@@ -310,7 +310,7 @@ class KVEventPublisher:
             self._counts["failed"] += 1
             log.exception("KV events: batch %d could not be packed", batch.sequence)
             if batch.snapshot:
-                self._waiting.clear()  # they ask again; to ask the engine for ever would be no help
+                self._waiting.clear()  # clients ask again; another snapshot would fail like this one
             else:
                 self._failed = batch.sequence
             return
@@ -338,8 +338,8 @@ class KVEventPublisher:
             self._snapshot = None
 
     def _keep_snapshot(self, sent: _Sent) -> None:
-        """It is as good as every batch up to its number, and serves all who wait and who come later, until the buffer
-        has lost a batch after it."""
+        """It replaces every batch up to its number, and serves all clients that wait and those that come later, until
+        the buffer has lost a batch after it."""
         if self._last != sent.sequence:  # batches before it were lost
             self._forget(sent.sequence + 1)
             self._last = sent.sequence
@@ -349,7 +349,7 @@ class KVEventPublisher:
         self._waiting.clear()
 
     def _forget(self, floor: int) -> None:
-        """Batches before `floor` were lost: what is buffered of the time before them leads nowhere."""
+        """Batches before `floor` were lost: those buffered from before the gap are of no use."""
         self._buffer.clear()
         self._buffered = 0
         self._floor = floor
@@ -363,15 +363,15 @@ class KVEventPublisher:
             except zmq.Again:
                 return
             if len(start) != 8 or not (len(client) == 1 or (len(client) == 2 and not client[1])):
-                self._tell("a replay request that is no sequence number in 8 bytes is passed over")
+                self._warn_once("a replay request that is no sequence number in 8 bytes is passed over")
             elif len(self._replays) + len(self._waiting) >= _MAX_REPLAYS:
-                self._tell(f"more than {_MAX_REPLAYS} replays at a time: some are not answered")
+                self._warn_once(f"more than {_MAX_REPLAYS} replays at a time: some are not answered")
             else:
                 self._answer(tuple(client), int.from_bytes(start, "big"))
 
     def _answer(self, client: tuple[bytes, ...], start: int) -> None:
         self._counts["replays"] += 1
-        if max(self._dropped, self._failed) > self._last:  # it was lost, and no gap tells of it yet
+        if max(self._dropped, self._failed) > self._last:  # a batch was lost, and no later one shows the gap yet
             self._waiting.append(client)
         elif start <= self._last + 1 and (start >= self._floor or self._floor == self._first):
             self._replays.append(_Replay(client, deque(each for each in self._buffer if each.sequence >= start)))
@@ -384,7 +384,7 @@ class KVEventPublisher:
         return deque([snapshot, *(each for each in self._buffer if each.sequence > snapshot.sequence)])
 
     def _continue(self, router: zmq.Socket[bytes]) -> bool:
-        """Send some of every replay under way. Returns whether there was one that could go on."""
+        """Send some batches of every replay under way. Returns whether any replay could go on."""
         moved = False
         for replay in list(self._replays):
             try:
@@ -403,16 +403,16 @@ class KVEventPublisher:
             except zmq.Again:
                 if time.monotonic() - replay.since > _REPLAY_STALL_SECONDS:
                     self._replays.remove(replay)
-                    self._tell("a client takes no more of its replay: it is given up")
+                    self._warn_once("a client takes no more of its replay: it is given up")
             except zmq.ZMQError:  # it has gone
                 self._replays.remove(replay)
         return moved
 
-    def _tell(self, what: str) -> None:
-        """In the log, once: clients could fill it."""
-        if what not in self._told:
-            self._told.add(what)
-            log.warning("KV events: %s", what)
+    def _warn_once(self, warning: str) -> None:
+        """Clients could fill the log otherwise."""
+        if warning not in self._warned:
+            self._warned.add(warning)
+            log.warning("KV events: %s", warning)
 
     def _frames(self, client: tuple[bytes, ...], topic: bytes, sequence: bytes, payload: bytes) -> Sequence[bytes]:
         """A message of a replay: with a topic as in newer versions of vLLM, and without one as in all others."""

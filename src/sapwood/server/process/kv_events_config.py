@@ -19,10 +19,11 @@ _WIDE = ("*", "0.0.0.0", "[::]", "[*]")
 
 @dataclass(frozen=True, slots=True)
 class KVEventsConfig:
-    """vLLM's `--kv-events-config`, and what is ours: `encoding` of events ("map", tagged with `type`, or "array", as
-    vLLM had it up to 0.23), `bind` (None: as vLLM, which binds "*", "::" and ipc, and connects to anything else),
-    `buffer_bytes` (what the replay buffer may hold beside `buffer_steps`) and `first_sequence` (None: microseconds
-    since 1970, so that numbers do not fall back when a server starts again, which some routers would not notice)."""
+    """The fields of vLLM's `--kv-events-config`, and some of our own: `encoding` of events ("map", tagged with `type`,
+    or "array", as vLLM had it up to 0.23), `bind` (None: as vLLM, which binds "*", "::" and ipc, and connects to
+    anything else), `buffer_bytes` (a bound of the replay buffer beside `buffer_steps`) and `first_sequence` (None:
+    microseconds since 1970, so that numbers do not fall back when a server starts again, which some routers would not
+    notice)."""
 
     enable_kv_cache_events: bool = False
     publisher: str | None = None
@@ -96,7 +97,7 @@ class KVEventsConfig:
 
     @property
     def open_to_all(self) -> list[str]:
-        """Those of its endpoints that any machine which reaches this one can read."""
+        """The endpoints that can be read by any machine that reaches this one."""
         bound = [self.endpoint] if self.binds else []
         bound += [self.replay_endpoint] if self.replay_endpoint is not None else []
         return [each for each in bound if (found := _TCP.fullmatch(each)) and found[1] in _WIDE]
@@ -104,8 +105,8 @@ class KVEventsConfig:
 
 def _one_of(name: str, value: object, right: Sequence[object]) -> None:
     if not any(value is each or (isinstance(value, str) and value == each) for each in right):
-        said = " or ".join(json.dumps(each) for each in right)
-        raise ValueError(f"{name} must be {said}, got {value!r:.60}")
+        choices = " or ".join(json.dumps(each) for each in right)
+        raise ValueError(f"{name} must be {choices}, got {value!r:.60}")
 
 
 def _endpoint(name: str, value: object) -> None:

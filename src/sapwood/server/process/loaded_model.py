@@ -1,15 +1,25 @@
-"""What an engine process serves: a model, opened from flags. The one place of the server that imports torch."""
+"""The model that an engine process serves, made from flags. No other module of the server imports torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from sapwood.engine.request_table import Requests
+from sapwood.engine.request_table import RequestTable
+from sapwood.engine.samples import GrammarMasks
+
+
+class ServedEngine(Protocol):
+    """What a factory opens: `sapwood.engine.engine.Engine`, or one without a model."""
+
+    requests: RequestTable
+    masks: GrammarMasks
+
+    def close(self) -> None: ...
 
 
 class LoadedModel(NamedTuple):
-    engine: Requests
+    engine: ServedEngine
     folder: str  # where the model's files are, for the API's tokenizer
     tokenizer: str | None  # the path of tokenizer.json
     facts: dict[str, Any]

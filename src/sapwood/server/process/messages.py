@@ -1,25 +1,44 @@
-"""What travels between the API process and the engine process: msgpack over two ZMQ sockets of one folder.
+"""What the API process and the engine process have in common: how an engine is started, what both send, how it ends.
 
-    API     Submit, Drop, Ask, Taken   --> engine
-    engine  Progress, Ready, Failed    --> API, at the start
-            Tokens, one for each step  --> API
-            Answer, Alive              --> API
+    API     Submit, Drop, EngineQuery, Acknowledged  --> engine
+    engine  Progress, Ready, StartFailed             --> API, at the start
+            StepOutput, one for each step            --> API
+            QueryAnswer, Alive                       --> API
 
-Samples have numbers that the API counts out and never gives twice: those of one request follow each other. They travel
-as bytes of int64, as there may be more of them than 31 bits hold; prompts and a step's tokens are bytes of int32.
+Messages are msgpack over two ZMQ sockets in one folder. Samples have numbers that the API counts out and never gives
+twice; those of one request follow each other. They travel as bytes of int64, as there may be more of them than 31 bits
+hold; prompts and the tokens of a step are bytes of int32.
 """
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import msgspec
 
+from sapwood.engine.cache_report import CacheReport
 from sapwood.engine.params import SamplingParams
 
 from .grammars import GrammarSpec
 
+MAX_UNACKED_STEPS = 8  # steps that the engine sends before the API must have taken the first of them
+STOP_SIGNAL = signal.SIGUSR1  # the API ends the engine with it
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C and systemd's stop reach both processes: the API decides
+REFUSED_STATUS = 2  # the engine's exit status if a model or a flag cannot be served
 Likely = dict[int, tuple[float, int]]  # token -> log-probability, and its rank from 1
+
+
+class Settings(msgspec.Struct, forbid_unknown_fields=True):
+    """What an engine process is started with, as JSON on stdin. `factory`: "module:function"; the function gets
+    `flags`, a function that reports progress and whether KV events are wanted, and returns a `LoadedModel`."""
+
+    factory: str
+    flags: dict[str, Any]
+    parent: int
+    log_format: str = "text"
+    log_level: str = "info"
+    kv_events: dict[str, Any] | None = None
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True, gc=False):
@@ -30,8 +49,8 @@ class _Message(msgspec.Struct, array_like=True, tag=True, gc=False):
 
 
 class Submit(_Message):
-    """A request of `params.n` samples, numbered from `number` on. What only text can tell (stop strings, bad words) is
-    taken out of `params` before."""
+    """A request of `params.n` samples, numbered from `number` on. Its `params` have no stop strings and no bad words:
+    these are found in text, in the API process."""
 
     number: int
     tokens: bytes
@@ -42,26 +61,26 @@ class Submit(_Message):
     bad_words: list[tuple[int, ...]] = []
     grammar: GrammarSpec | None = None
     arrived: float = 0.0  # on the monotonic clock
-    tenant: str = ""  # who shares what there is with others: a key's number, never the key
+    tenant: str = ""  # the client that shared queues count it for: the number of a key, never the key
 
 
 class Drop(_Message):
-    """These samples are over for the API: nobody wants more of them. `finished`: all that was wanted has come."""
+    """The API wants no more of these samples. `finished`: all that the client asked for has come."""
 
     numbers: list[int]
     finished: bool
 
 
 class EngineQuery(_Message):
-    """A question that `QueryAnswer` answers under the same number."""
+    """A question about the cache, or a change of adapters. `QueryAnswer` answers it under the same number."""
 
     number: int
-    what: str
+    name: str  # one of `EngineQueries`
     arguments: dict[str, Any]
 
 
 class Acknowledged(_Message):
-    """The API has dispatched all messages up to this step. Told every few steps."""
+    """The API has dispatched all messages up to this step. Sent every few steps."""
 
     step: int
 
@@ -72,7 +91,7 @@ class Acknowledged(_Message):
 class Progress(_Message):
     """What the engine does before it is ready."""
 
-    what: str
+    doing: str
 
 
 class Ready(_Message):
@@ -85,26 +104,21 @@ class Ready(_Message):
     page_size: int
     adapters: dict[str, bytes]  # name -> digest
     facts: dict[str, Any]  # what was chosen, for logs and metrics
-    closes_within: float = 5.0  # seconds that it takes at most, at its end, to write what a store is owed
+    closes_within: float = 5.0  # seconds that its end takes at most, while backups are written to a store
 
 
 class StartFailed(_Message):
-    """The engine cannot start, and why, for whoever started it."""
+    """The engine cannot start, and why, for the person who started it."""
 
     why: str
 
 
 class SampleBegun(_Message):
-    """A sample has its first token: what it was served of its prompt, tokens by tier, and why no more."""
+    """A sample has its first token."""
 
     number: int
     queued: float  # seconds until it was first computed
-    cached: int
-    host: int
-    store: int
-    shared: int  # while another request computed it
-    reason: str
-    position: int
+    cache: CacheReport
 
 
 class End(_Message):
@@ -129,7 +143,7 @@ class StepOutput(_Message):
 
 
 class Alive(_Message):
-    """The engine steps, and has nothing to tell."""
+    """The engine steps, and has no output."""
 
 
 class QueryAnswer(_Message):

@@ -1,13 +1,17 @@
-"""A backend that misbehaves as told: slow, hanging, partial, lying, corrupting, full. For tests and simulation.
+"""Backends for tests and simulation: values in this process, and any backend with faults on purpose.
 
-Which keys are hit depends on the seed, the key and how often it was asked for, not on the order in which threads run.
+    memory://name?size=1GiB                          shared by every store of that name
+    faulty+file:///path?size=1GiB&seed=1&corrupt=0.1  slow, hanging, partial, lying, corrupting or full
+
+Which keys a fault hits depends on the seed, the key and how often it was asked for, not on the order in which threads
+run.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -16,12 +20,74 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .protocol import MISSING, Backend, Got, PutResult, StoreError
-from .values import Item
+from .values import HEAD_BYTES, Item
+
+
+class SharedValues:
+    """What all stores of one name share: values in order of use, and how many bytes they have."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.values: OrderedDict[str, bytes] = OrderedDict()
+        self.used = 0
+
+
+class MemoryBackend(Backend):
+    _named: dict[str, SharedValues] = {}  # noqa: RUF012
+    workers = 2
+
+    def __init__(self, name: str, limit: int) -> None:
+        self._shared = self._named.setdefault(name, SharedValues()) if name else SharedValues()
+        self._limit = limit
+        self._evicted = 0
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        return [name in self._shared.values for name in names]
+
+    def get(self, items: Sequence[Item]) -> Iterator[Got]:
+        shared = self._shared
+        for i, item in enumerate(items):
+            with shared.lock:
+                value = shared.values.get(item.name)
+                if value is not None:
+                    shared.values.move_to_end(item.name)
+            if value is None:
+                yield Got(i, b"", MISSING)
+                continue
+            size = min(max(0, len(value) - HEAD_BYTES), len(item.page))
+            item.page[:size] = memoryview(value)[HEAD_BYTES : HEAD_BYTES + size]
+            yield Got(i, value[:HEAD_BYTES], max(0, len(value) - HEAD_BYTES))
+
+    def put(self, items: Sequence[Item]) -> Iterator[PutResult]:
+        shared = self._shared
+        for i, item in enumerate(items):
+            if item.name in shared.values:
+                yield PutResult(i, "")
+                continue
+            value = b"".join((item.head(), item.page))
+            with shared.lock:
+                while shared.values and shared.used + len(value) > self._limit:
+                    shared.used -= len(shared.values.popitem(last=False)[1])
+                    self._evicted += 1
+                fits = shared.used + len(value) <= self._limit
+                if fits:
+                    shared.used += len(value) - len(shared.values.pop(item.name, b""))
+                    shared.values[item.name] = value
+            yield PutResult(i, "" if fits else "full")
+
+    def delete(self, names: Sequence[str]) -> None:
+        shared = self._shared
+        with shared.lock:
+            for name in names:
+                shared.used -= len(shared.values.pop(name, b""))
+
+    def stats(self) -> dict[str, Any]:
+        return {"used": self._shared.used, "limit": self._limit, "evicted": self._evicted}
 
 
 @dataclass(frozen=True)
 class Faults:
-    """How it misbehaves; all but the two times are shares of the calls or keys, from 0 to 1."""
+    """What goes wrong; all but the two times are shares of the calls or keys, from 0 to 1."""
 
     slow: float = 0.0  # seconds that every call takes longer
     hang: float = 0.0  # calls that hang until `release()` or for `hang_seconds`, and then do their work all the same
@@ -31,7 +97,7 @@ class Faults:
     lie: float = 0.0  # keys that exist, if one asks, whether they do or not
     corrupt: float = 0.0  # keys whose bytes come back changed
     torn: float = 0.0  # keys whose value comes back short
-    full: float = 0.0  # keys there is no room for
+    full: float = 0.0  # keys for which there is no room
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -112,7 +178,7 @@ class FaultyBackend(Backend):
         self.inner.close()
 
     def _begin(self, call: str, names: Sequence[str]) -> None:
-        """What goes wrong with a whole call."""
+        """Faults of a whole call."""
         name = f"{call} {names[0] if names else ''}"
         free, faults = self._free, self.faults
         if faults.slow:

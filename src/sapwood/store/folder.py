@@ -1,13 +1,15 @@
-"""How many bytes a folder holds, counted by all processes that use it together, so that a limit holds at all times.
+"""The folder of a file store: whether it may be used, and how many bytes it holds, counted by all its processes.
 
-Room is taken before a file is written and given back after it is gone. Whoever is killed in between leaves the count
-too high, never too low; counting the files again sets it right, and so it does if the record is damaged. All of it is
-under one file lock, which the kernel lets go of when a process dies. For one that is stopped while it has the lock
-nobody waits long: what needs the ledger fails, with a TimeoutError, and values can be read all the same.
-
+    sapwood-store       marks the folder as a store, with its version
     usage               used | taken since ever | boot | checksum    one record, changed under the lock
-    tmp/<owner>.owner   taken and not settled                        one a process, locked while it lives
+    tmp/<owner>.owner   taken and not settled                        one for each process, locked while it lives
     tmp/<owner>.<n>     files being written by that process
+
+Room is taken before a file is written and given back after it is gone, so a limit holds at all times. A process that
+is killed in between leaves the count too high, never too low; counting the files again sets it right, and a damaged
+record too. All of it is under one file lock, which the kernel releases when a process dies. A process that is stopped
+while it has the lock blocks nobody for long: calls that need the ledger fail with a TimeoutError, and values can be
+read all the same.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
+import logging
 import os
 import stat
 import struct
@@ -26,15 +29,86 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from .protocol import StoreError
+
+log = logging.getLogger("sapwood.store")
+
+_VERSION = 1
+_MARK = "sapwood-store"
 _USAGE = struct.Struct("<QQ16s")
 _CHECK = struct.Struct("<I")  # of the record before it
 _OWED = struct.Struct("<Q")
 UNCOUNTED = 2**62  # more than any limit: nothing can be taken before the files have been counted
 _BLOCK = 4096
 _ENTRY = 512  # what a file costs beside its blocks: its entry in a folder, its inode
-_OPEN_LOCK_SECONDS = 5.0  # seconds that one who opens the folder waits for the lock
-_LOCK_SECONDS = 1.0  # the same later: pages have deadlines
+_OPEN_LOCK_SECONDS = 5.0  # seconds that opening the folder waits for the lock
+_LOCK_SECONDS = 1.0  # seconds that later calls wait for it: pages have deadlines
 _LOCK_RETRY_SECONDS = (0.0001, 0.01)  # seconds between two tries, at first and at most
+
+
+def check_folder(root: str) -> None:
+    """A page has a checksum and no signature: a user who can write to the folder decides what a model has read.
+    StoreError if other users can; for a group only a warning, since many folders belong to a group of one."""
+    try:
+        found = os.stat(root)
+    except FileNotFoundError:
+        return
+    if found.st_uid not in (0, os.geteuid()):
+        problem = f"it belongs to user {found.st_uid}, and this is user {os.geteuid()}"
+    elif found.st_mode & stat.S_IWOTH:
+        problem = f"everybody may write to it (mode {stat.S_IMODE(found.st_mode):o})"
+    else:
+        if found.st_mode & stat.S_IWGRP:
+            log.warning(
+                "file store %s: its group may write to it, and so change what is read from the cache (chmod g-w)", root
+            )
+        return
+    raise StoreError(
+        f"file store {root}: {problem}, who could change what is read from the cache; give it a folder of its own, "
+        "such as a new one below this, or add trusted=1 to its URI if all who may write there are"
+    )
+
+
+def check_place(root: str) -> None:
+    """StoreError where such a folder can be neither made nor written to."""
+    above = root
+    while not os.path.lexists(above):
+        above = os.path.dirname(above)
+    if not os.path.isdir(above):
+        raise StoreError(f"file store {root}: {above} is no folder")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise StoreError(f"file store {root}: {above} cannot be written to")
+
+
+def reason_of(error: OSError) -> str:
+    return (error.strerror or type(error).__name__).lower()
+
+
+def claim(root: str) -> None:
+    """Make the folder a store, or check that it is one."""
+    path = os.path.join(root, _MARK)
+    right = f"sapwood file store {_VERSION}\n"
+    if not os.path.exists(path):
+        if any(not name.startswith(_MARK) for name in os.listdir(root)) and not os.path.exists(path):
+            raise StoreError(f"file store {root}: the folder has other things in it; give it one of its own")
+        mine = f"{path}.{os.getpid()}.{threading.get_ident()}"
+        try:
+            with open(mine, "w") as file:
+                file.write(right)
+            os.rename(mine, path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(mine)
+    with open(path, errors="replace", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        found = file.read(100)
+    if found != right:
+        raise StoreError(
+            f"file store {root}: it is {found.strip()!r:.60}, and this Sapwood reads {right.strip()!r}: "
+            "give it another folder, or empty this one"
+        )
+
+
+# ---- how many bytes it holds
 
 
 def charge(size: int) -> int:
@@ -90,24 +164,25 @@ class ByteLedger:
             over = used + n - self.limit
             if over > 0:
                 return over
-            # What is owed first: one who looks in between sees too much, never too little.
+            # What is owed is written first: a reader in between sees too much, never too little.
             self._owed += n
             os.pwrite(self._owner, _OWED.pack(self._owed), 0)
             self._write(used + n, taken + n)
             return 0
 
     def settle(self, taken: int, kept: int) -> None:
-        """Of room that was taken, so much is now a file; the rest is given back. If the lock cannot be had, whoever has
-        it next here writes it down: until then the count is too high."""
+        """Of `taken` bytes, `kept` are now files; the rest is given back. If the lock cannot be had, the next call that
+        has it does this: until then the count is too high."""
         self._settled.append((taken, kept))
         with contextlib.suppress(TimeoutError), self._locked():
             pass
 
     def remove(self, paths: Sequence[str]) -> tuple[int, int]:
-        """Remove files: how many and how much that freed. One that somebody else removed, or that cannot be removed,
-        frees nothing. Something else in a file's place goes too, if it can be removed; it was never counted.
+        """Remove files. Returns how many were removed, and the bytes that this freed. A file that another process has
+        removed, or that cannot be removed, frees nothing. Something else in a file's place goes too, if it can be
+        removed; it was never counted.
 
-        Under the lock, so that no count of the files falls between the end of a file and the end of its being counted.
+        Under the lock, so that no count of the files falls between a file's removal and the new number of bytes.
         """
         files = freed = 0
         with self._locked():
@@ -125,15 +200,15 @@ class ByteLedger:
         return files, freed
 
     def used(self) -> int:
-        """As it was a moment ago: waits for nobody."""
+        """As it was a moment ago: does not wait for the lock."""
         return self._read()[0]
 
     def taken(self) -> int:
-        """All that was ever taken: grows with what is written."""
+        """All bytes that were ever taken: grows with what is written."""
         return self._read()[1]
 
     def begin_count(self) -> Mark:
-        """Before all files are counted: also removes what dead processes left half-written."""
+        """Call before counting all files: also removes the unfinished files of dead processes."""
         with self._locked():
             return Mark(self._read()[1], self._sweep())
 
@@ -142,7 +217,7 @@ class ByteLedger:
         it was taken since: their sum is never too low, and the count becomes it if it is lower."""
         with self._locked():
             used, taken, _ = self._read()
-            if taken >= mark.taken:  # else the record was damaged since, and nobody knows what was taken: count again
+            if taken >= mark.taken:  # else the record was damaged since, and what was taken is unknown: count again
                 used = min(used, found + mark.owed + taken - mark.taken)
                 self._write(used, taken)
             return used
@@ -156,7 +231,7 @@ class ByteLedger:
         with contextlib.suppress(OSError):
             os.unlink(self._owner_path(self._name))
         owner, usage = self._owner, self._usage
-        self._owner = self._usage = -1  # first: somebody may ask what is used
+        self._owner = self._usage = -1  # first: another thread may ask what is used
         for fd in (owner, usage):
             if fd >= 0:
                 os.close(fd)
@@ -197,7 +272,7 @@ class ByteLedger:
     def _read(self) -> tuple[int, int, bytes]:
         if self._usage < 0:  # closed
             return self._last
-        for _ in range(3):  # whoever reads without the lock may see half of what is being written
+        for _ in range(3):  # a read without the lock may see half of a write
             record = os.pread(self._usage, _USAGE.size + _CHECK.size, 0)
             if record[_USAGE.size :] == _CHECK.pack(zlib.crc32(record[: _USAGE.size])):
                 return _USAGE.unpack_from(record)
@@ -216,8 +291,8 @@ class ByteLedger:
         return os.path.join(self._tmp, f"{name}.owner")
 
     def _sweep(self) -> int:
-        """Remove what dead processes left; return what the living owe. What the dead owed stays counted: part of it may
-        have become files."""
+        """Remove the files of dead processes; return the bytes that living ones owe. What dead processes owed stays
+        counted: part of it may have become files."""
         names = os.listdir(self._tmp)
         owed = 0
         living = set()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sapwood.store.wakeup import Wakeup
+from sapwood.store.threads import Wakeup
 
 TIMES = 10**5
 SLOW = 5000  # of these, the first
