@@ -3,17 +3,20 @@ for."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
 import numpy as np
 import pytest
 
+from sapwood.engine.params import SamplingParams
 from sapwood.server.api import unserved
 from sapwood.server.api.anthropic_request import MessagesRequest
 from sapwood.server.api.openapi import description
 from sapwood.server.api.response_request import ResponsesRequest
-from sapwood.server.api.schemas import ChatRequest, CompletionRequest, StructuredOutputs
+from sapwood.server.api.schemas import ChatRequest, CompletionRequest, Sampling, StructuredOutputs
+from sapwood.server.parameters import _APART, _PLAIN
 from sapwood.server.process.grammars import GrammarSpec
 
 from .kit import Running
@@ -249,7 +252,7 @@ TAGS = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "trig
 def test_S18_forms_of_vllm_sglang_and_llama_cpp(asked, kind, text):
     """Each way to ask for a form becomes the same grammar, of chats and completions alike.
 
-    Mutation: a line of `_PLAIN` is missing; `_formats` does not look at `schema`.
+    Mutation: `form_of` leaves one out; `_formats` does not look at `schema`.
     """
     for path in (CHAT, COMPLETIONS):
         app = Scripted("{}")
@@ -257,6 +260,15 @@ def test_S18_forms_of_vllm_sglang_and_llama_cpp(asked, kind, text):
         grammar = app.link.submitted[-1].grammar
         assert isinstance(grammar, GrammarSpec) and grammar.kind == kind
         assert (grammar.text if isinstance(text, str) else json.loads(grammar.text)) == text
+
+
+def test_every_sampling_parameter_is_a_field_of_requests():
+    """A parameter that is added to the engine and not to requests is found before a request drops it.
+
+    Mutation: `Sampling` has no `min_p`; `_PLAIN` is a list by hand, and lacks `seed`.
+    """
+    assert {field.name for field in dataclasses.fields(SamplingParams)} - _APART == {*_PLAIN}
+    assert {*_PLAIN} <= {*Sampling.__struct_fields__}
 
 
 def test_S18_two_forms_are_refused():

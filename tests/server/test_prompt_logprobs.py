@@ -43,7 +43,7 @@ def test_M08_scores_of_a_prompt_as_vllm_writes_them():
     """A list beside each choice of a completion, at the top of a chat: nothing of the first token, then each token by
     its id with the likeliest others. Nothing where nobody asked.
 
-    Mutation: `whole` of either writer leaves it out; the field is not one of `_PLAIN`.
+    Mutation: `whole` of either writer leaves it out; the field is one of `_APART`.
     """
     app = Scripted(" you")
     one, two = "one two three", ids("four five")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,12 +30,9 @@ from .salt_key import salt_of
 from .text.answer_parts import Tools
 
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_PLAIN = (  # fields that requests and SamplingParams have in common
-    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("seed", "stop", "stop_token_ids", "bad_words", "ignore_eos", "min_tokens", "logit_bias", "allowed_token_ids"),
-    *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "priority", "n"),
-    *("prompt_logprobs",),
-)
+# Fields of SamplingParams that are no field of every request: APIs have other names for them, or none.
+_APART = {"max_tokens", "logprobs", "cache_salt", "detokenize"}
+_PLAIN = tuple(field.name for field in fields(SamplingParams) if field.name not in _APART)
 
 log = logging.getLogger(__name__)
 
@@ -153,8 +151,8 @@ def form_of(request: Sampling) -> Form | None:
     """Checked only as far as JSON goes."""
     forms = [*_formats(request.response_format), *_structured(request.structured_outputs), *_fields(request)]
     if len(forms) > 1:
-        fields = " and ".join(dict.fromkeys(form.field for form in forms))
-        raise bad(forms[-1].field, f"an answer can have one form: several were asked for, by {fields}")
+        names = " and ".join(dict.fromkeys(form.field for form in forms))
+        raise bad(forms[-1].field, f"an answer can have one form: several were asked for, by {names}")
     return forms[0] if forms else None
 
 
