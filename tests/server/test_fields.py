@@ -12,11 +12,11 @@ import pytest
 
 from sapwood.engine.params import SamplingParams
 from sapwood.server.api import unserved
-from sapwood.server.api.anthropic import MessagesRequest
+from sapwood.server.api.anthropic_request import MessagesRequest
 from sapwood.server.api.openapi import description
 from sapwood.server.api.response_request import ResponsesRequest
 from sapwood.server.api.schemas import ChatRequest, CompletionRequest, Sampling, StructuredOutputs
-from sapwood.server.frontend import _APART, _PLAIN
+from sapwood.server.parameters import _APART, _PLAIN
 from sapwood.server.process.grammars import GrammarSpec
 
 from .kit import Running
@@ -411,7 +411,7 @@ def test_S18_verbosity_is_the_templates():
 def test_S18_documents_need_a_template_that_shows_them():
     """Else a model would answer without having seen them.
 
-    Mutation: `_template` does not ask `template_knows`.
+    Mutation: `_template` does not ask `template_reads`.
     """
     pages = [{"title": "Trees", "text": "An oak is one."}]
     refused = Scripted("Hello").post(CHAT, {**GOOD[CHAT], "documents": pages})
