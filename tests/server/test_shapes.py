@@ -249,7 +249,7 @@ def test_answers_that_pydantic_reads(server: Running):
 def test_completions_as_openai_and_lm_evaluation_harness_send_them(server: Running):
     """Streams with usage; token ids in batches with `echo`, where a score belongs to each token and one is new.
 
-    Mutation: `CompletionLogprobs` forgets the prompt; `_logprobs` writes no `object`.
+    Mutation: `CompletionLogprobs` forgets the prompt; `_body` writes no `object`.
     """
     body = {"model": "paced", "prompt": "Once upon a time", "max_tokens": 5, "stream_options": {"include_usage": True}}
     *said, last, done = server.stream("/v1/completions", body, headers=OPENAI).events()
