@@ -169,8 +169,8 @@ class Scripted:
 
         self.link = ScriptedLink(say)
         self.serving = Serving(ServerConfig(served_model_name=(NAME,), **config), self.link)
-        self.serving.tokens = tokens()
-        self.serving.template = ChatTemplate(template, {})
+        self.serving.prompts.tokens = tokens()
+        self.serving.prompts.template = ChatTemplate(template, {})
         self.serving.tool_parser = parser
         self.serving.ready = True
 

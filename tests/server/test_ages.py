@@ -37,7 +37,7 @@ async def answer(link: EngineClient, n: int) -> list[list[int]]:
     params = SamplingParams(n=n, max_tokens=5, seed=1, logprobs=1)
     link.submit(job, 0, PROMPT, params, adapter=None, reads_cache=True, writes_cache=True, bad_words=[], grammar=None)
     while any(lane.end is None for lane in job.lanes):
-        await job.more()
+        await job.rendered()
         job.news = False
     assert {lane.end.reason for lane in job.lanes if lane.end} == {"length"}
     assert all(len(lane.likely) == 5 and lane.begun is not None for lane in job.lanes)

@@ -195,7 +195,7 @@ def test_salts_and_requests_that_keep_out_of_the_cache(server: Running):
 def test_S10_a_client_that_leaves(server: Running):
     """While its prompt waits, and in the middle of its stream: nothing runs on for it, and its pages come back.
 
-    Mutation: `_Watched` does not look for the client; `EngineJob.close` drops nothing.
+    Mutation: `_Reading` does not look for the client; `EngineJob.close` drops nothing.
     """
     stream = server.stream(CHAT, user("leave", max_tokens=10000))
     events = stream.events()

@@ -76,7 +76,7 @@ def test_langchain(real, keyed):
     """Chats through both APIs, streams with usage, tools and what they return, forms by each method, texts, responses
     that follow others.
 
-    Mutation: `streamed_usage` tells nothing; `chat_choice` forgets functions.
+    Mutation: `ChunkWriter` never sets `usage`; `chat_choice` forgets functions.
     """
     assert run(environment("langchain-openai==1.6.7"), "langchain_client.py", real, keyed) == WELL
 
@@ -109,7 +109,7 @@ def test_llama_index(real, keyed):
 def test_openai_agents(real, keyed):
     """Agents that answer, call and go on, and tell forms, through both APIs; responses that follow others.
 
-    Mutation: `with_ids` gives an item no id; `Serving.grammar` forgets the form beside tools.
+    Mutation: `with_ids` gives an item no id; `Parameters.grammar` forgets the form beside tools.
     """
     assert run(environment("openai-agents==0.24.0"), "openai_agents_client.py", real, keyed) == WELL
 

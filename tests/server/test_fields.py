@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sapwood.server.api import unserved
-from sapwood.server.api.anthropic import MessagesRequest
+from sapwood.server.api.anthropic_request import MessagesRequest
 from sapwood.server.api.openapi import description
 from sapwood.server.api.response_request import ResponsesRequest
 from sapwood.server.api.schemas import ChatRequest, CompletionRequest, StructuredOutputs
@@ -399,7 +399,7 @@ def test_S18_verbosity_is_the_templates():
 def test_S18_documents_need_a_template_that_shows_them():
     """Else a model would answer without having seen them.
 
-    Mutation: `_template` does not ask `template_knows`.
+    Mutation: `_template` does not ask `template_reads`.
     """
     pages = [{"title": "Trees", "text": "An oak is one."}]
     refused = Scripted("Hello").post(CHAT, {**GOOD[CHAT], "documents": pages})

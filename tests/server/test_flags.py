@@ -244,7 +244,8 @@ def test_S18_flags_in_a_file_are_those_of_the_command_line(name, tmp_path, caplo
     """Also vLLM's, by their names with dashes or underscores, aliases and lists; what is refused is refused there too,
     and what nobody has is named.
 
-    Mutation: `_from_elsewhere` knows only the names of fields; `_as_arguments` writes an object as Python does.
+    Mutation: `_from_file_and_environment` knows only the names of fields; `_as_arguments` writes an object as Python
+    does.
     """
     config, flags = read("--enable-lora", "--config", written(tmp_path, name, FILES[name]))
     assert flags["max_model_len"] == 77 and flags["page_size"] == 32

@@ -226,7 +226,7 @@ def test_a_salt_cannot_be_made_from_a_key_alone():
     def salts(secret: bytes | None) -> list[str]:
         app = Scripted("Hello", api_key=("alpha", "beta"), salt_by_key=True)
         if secret is not None:
-            app.serving._secret = secret
+            app.serving.parameters._secret = secret
         for key in ("alpha", "beta", "alpha"):
             assert app.post(COMPLETIONS, {"prompt": "hi"}, key).status == 200
         return [each.params.cache_salt for each in app.link.submitted]
@@ -364,7 +364,7 @@ def test_a_model_given_as_a_path_is_called_by_its_last_part():
         app = Scripted("Hello")
         server = _Server(ServerConfig(), {"model": asked}, "", None, None)  # type: ignore[arg-type]
         server.serving = app.serving
-        app.serving.names[:] = [server._name(Ready("", 1, 1, [], 1, {}, {}))]
+        app.serving.models.names[:] = [server._name(Ready("", 1, 1, [], 1, {}, {}))]
         assert [each["id"] for each in app.request("GET", "/v1/models").json["data"]] == [name]
         for model in (asked, name):
             answer = app.post(COMPLETIONS, {"prompt": "hi", "model": model})

@@ -26,8 +26,9 @@ import httptools  # noqa: E402
 from uvicorn.protocols.http import httptools_impl  # noqa: E402
 from uvicorn.protocols.http.flow_control import FlowControl  # noqa: E402
 
-from sapwood.server import http_limits  # noqa: E402
-from sapwood.server.http_limits import LINGER_SECONDS, MOST_PIPELINED, HttpLimits, limited_protocol  # noqa: E402
+from sapwood.server import connection  # noqa: E402
+from sapwood.server.connection import limited_protocol  # noqa: E402
+from sapwood.server.limits import LINGER_SECONDS, MAX_PIPELINED_REQUESTS, HttpLimits  # noqa: E402
 from sapwood.server.listen import open_socket  # noqa: E402
 
 # Nobody is too slow for these, on any machine; tests of what happens to who is have less time for one thing.
@@ -553,10 +554,12 @@ def test_pipelined_requests_are_answered_in_order_and_bounded(server):
     client = server.send(*[get(f"/{n}") for n in range(3)])
     assert [client.answer().body for _ in range(3)] == [b"/0 0", b"/1 0", b"/2 0"]
     client = server.send(*[get(f"/{n}") for n in range(100)])
-    assert [client.answer().body for _ in range(MOST_PIPELINED)] == [b"/%d 0" % n for n in range(MOST_PIPELINED)]
+    assert [client.answer().body for _ in range(MAX_PIPELINED_REQUESTS)] == [
+        b"/%d 0" % n for n in range(MAX_PIPELINED_REQUESTS)
+    ]
     answer = client.last_answer()
     assert (answer.status, answer.code) == (429, "too_many_requests")
-    assert len(server.app.scopes) == 3 + MOST_PIPELINED
+    assert len(server.app.scopes) == 3 + MAX_PIPELINED_REQUESTS
 
 
 @pytest.mark.parametrize(
@@ -800,7 +803,7 @@ def test_limits_hold_with_tls(tmp_path, monkeypatch):
 
     Mutation: `_end` does not look at `can_write_eof`; it sets no deadline.
     """
-    monkeypatch.setattr(http_limits, "LINGER_SECONDS", 0.3)
+    monkeypatch.setattr(connection, "LINGER_SECONDS", 0.3)
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
     subprocess.run([*command.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
@@ -871,7 +874,7 @@ def test_uvicorn_has_what_is_used_of_it():
 
     Mutation: `LimitedProtocol` uses a name that uvicorn does not have.
     """
-    tree = ast.parse(Path(http_limits.__file__).read_text())
+    tree = ast.parse(Path(connection.__file__).read_text())
     ours = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "LimitedProtocol")
     methods = {node.name: node for node in ours.body if isinstance(node, ast.FunctionDef)}
     own = {*methods, *names_used(methods["__init__"])["self"]}
@@ -891,4 +894,4 @@ def test_uvicorn_has_what_is_used_of_it():
     used["cycle"] |= names_used(tree)["cycle"]
     assert all(used.values())
     gone = {owner: {name for name in names if not hasattr(has[owner], name)} for owner, names in used.items()}
-    assert not any(gone.values()), f"uvicorn {uvicorn.__version__} has not what http_limits.py uses of it: {gone}"
+    assert not any(gone.values()), f"uvicorn {uvicorn.__version__} has not what connection.py uses of it: {gone}"

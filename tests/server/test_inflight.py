@@ -16,9 +16,10 @@ import pytest
 
 from sapwood.engine.params import SamplingParams
 from sapwood.server import inflight
-from sapwood.server.generation import _MOST_TAKEN, Generation, Model, Prompt, TextPiece
-from sapwood.server.http_limits import HOLDS, HttpLimits
+from sapwood.server.connection import HOLDS
+from sapwood.server.generation import MAX_TAKEN_TOKENS, Generation, Model, Prompt, TextPiece
 from sapwood.server.inflight import Inflight
+from sapwood.server.limits import HttpLimits
 from sapwood.server.process import engine_client as links
 from sapwood.server.process.engine_client import _LIKELY, _TOKEN, EngineJob
 from sapwood.server.process.messages import End
@@ -106,7 +107,7 @@ def test_one_that_alone_is_too_much():
 def test_memory_goes_back_to_the_system(monkeypatch):
     """The C library keeps what was freed of many bodies: after so much of it, it is asked to give it back.
 
-    Mutation: `_lets_go` counts nothing; `hold` does not call it for those who give up.
+    Mutation: `_release` counts nothing; `hold` does not call it for those who give up.
     """
 
     async def story() -> None:
@@ -335,7 +336,7 @@ def test_what_has_piled_up_is_taken_in_portions(top):
         for lane, ids in zip(job.lanes, said, strict=True):
             lane.tokens, lane.end = list(ids), End(lane.job.first, "length", None, 0, "")
             lane.likely = [{token: (-1.0, 1), **likely((top or 1) - 1)} for token in ids] if top else []
-        job.news, most = True, _MOST_TAKEN // (1 + (top or 0))
+        job.news, most = True, MAX_TAKEN_TOKENS // (1 + (top or 0))
         got: list[list[int]] = [[], [], []]
         while job.news:
             pieces: list[TextPiece] = generation.take()
@@ -361,7 +362,7 @@ def test_no_sample_waits_for_ever():
         seen = set()
         for _ in range(4):
             for lane in generation.job.lanes:
-                lane.tokens += [500] * _MOST_TAKEN
+                lane.tokens += [500] * MAX_TAKEN_TOKENS
             seen |= {piece.index for piece in generation.take()}
         assert seen == {0, 1, 2, 3}
 
@@ -371,13 +372,13 @@ def test_no_sample_waits_for_ever():
 def test_tokens_that_nobody_takes_are_told():
     """While a reader has stopped, what comes is counted, with what stands beside it; when he goes on, that is told too.
 
-    Mutation: `wake` does not call `_report`; `more` does not; `_report` leaves out the likely ones.
+    Mutation: `wake` does not call `_report`; `rendered` does not; `_report` leaves out the likely ones.
     """
 
     async def story() -> None:
         generation, told = Told().generation(2, 3), list[int]()
         job = generation.job
-        job.holds, job.on_tokens = told.append, generation.take
+        job.holds, job.render = told.append, generation.take
         for _ in range(1000):
             for lane in job.lanes:
                 lane.tokens.append(500)
@@ -386,9 +387,9 @@ def test_tokens_that_nobody_takes_are_told():
         least = 2 * 1000 * (_TOKEN + 4 * _LIKELY)
         assert least * 0.8 < told[-1] <= least and told == sorted(told)
         while job.news:
-            await job.more()
+            await job.rendered()
         job._waiter = None
-        job.more()
+        job.rendered()
         assert told[-1] == 0
         job.keeps(100_000)
         assert told[-1] == 100_000
@@ -469,7 +470,7 @@ def test_requests_need_no_garbage_collector(path, leaves, stream, monkeypatch):
 def test_a_reader_who_stops_is_counted_and_forgotten():
     """In the whole app: its tokens wait, and are told; it leaves, and nothing of it is live.
 
-    Mutation: `_Watched` does not give `holds` to the job.
+    Mutation: `_Reading` does not give `holds` to the job.
     """
 
     async def story() -> None:

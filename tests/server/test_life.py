@@ -147,7 +147,7 @@ def test_a_dead_api_process(start):
 def test_an_engine_that_is_started_again(start):
     """With --restart: 503 while it is away, and then it serves again.
 
-    Mutation: `_live` starts no other; `start` keeps the old `down`.
+    Mutation: `_keep_engine` starts no other; `start` keeps the old `down`.
     """
     server = start("--restart", step_ms=5)
     os.kill(server.engine(), signal.SIGKILL)
@@ -192,7 +192,7 @@ def test_a_stream_is_kept_alive_while_its_prompt_waits(start):
 def test_a_full_queue_and_a_queue_that_takes_too_long(start):
     """One more than may wait gets 429 and when to come again; who waits too long gets 503.
 
-    Mutation: `_admit` counts those that run; `expire` expires those that have begun.
+    Mutation: `_check_queue` counts those that run; `expire` expires those that have begun.
     """
     server = start("--max-queue", "2", step_ms=5, max_num_seqs=1)
     first = server.stream(CHAT, endless())
@@ -213,7 +213,7 @@ def test_a_full_queue_and_a_queue_that_takes_too_long(start):
 def test_flags_from_a_file_and_the_environment(start, tmp_path):
     """The command line goes first, then the environment, then the file; lists and switches too.
 
-    Mutation: `_from_elsewhere` puts the file behind the environment.
+    Mutation: `_from_file_and_environment` puts the file behind the environment.
     """
     file = tmp_path / "server.yaml"
     file.write_text("served-model-name: [from-file]\nmax_queue: 7\nkeepalive_seconds: 3\n")
@@ -262,7 +262,7 @@ def test_a_port_in_use(start):
 def test_a_stores_password_is_in_no_log(start, tmp_path):
     """The log says where the store is, without what follows it; and why it cannot be opened, in one line.
 
-    Mutation: `_say_ready` shows the flag as it was given; `StoreError` is not known in `main` of the engine's side.
+    Mutation: `_log_ready` shows the flag as it was given; `StoreError` is not known in `main` of the engine's side.
     """
     server = start(store=f"file://{tmp_path}?size=8MiB", host_pages=64)
     assert server.said(r"store: (.*)")[1] == f"file://{tmp_path}"

@@ -139,7 +139,7 @@ def test_a_path(tmp_path):
 def test_a_path_that_cannot_be(path, said):
     """Too long for the kernel, or in no folder.
 
-    Mutation: `_open_path` does not look at `_MOST_PATH`.
+    Mutation: `_open_path` does not look at `MAX_SOCKET_PATH_BYTES`.
     """
     with pytest.raises(ServeError, match=said):
         open_socket("", 0, uds=path)

@@ -96,7 +96,7 @@ def test_S18_at_most_one_call_of_the_other_apis(path):
     should be, in one piece and as events.
 
     Mutation: `ResponsesWriter.piece` or `MessagesWriter.piece` does not look at `Blocks.full`; `most_calls` says
-    `MOST_CALLS`.
+    `MAX_CALLS`.
     """
     app = Scripted(TWO)
     if path == RESPONSES:
@@ -195,7 +195,7 @@ def test_one_demanded_call_from_an_engine(server: Running):
 def test_a_demanded_call_comes_beside_a_form_of_the_answer():
     """The form is one of content: the call's own schema holds. A form that is none is wrong all the same.
 
-    Mutation: `Serving.grammar` returns the form; it does not check it.
+    Mutation: `Parameters.grammar` returns the form; it does not check it.
     """
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "title": "of content"}}}
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):

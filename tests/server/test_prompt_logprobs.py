@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sapwood.engine.params import SamplingParams
-from sapwood.server.api.logprobs import check_scores, prompt_logprobs
+from sapwood.server.api.answer_fields import check_scores, prompt_logprobs
 from sapwood.server.errors import ApiError
 from sapwood.server.generation import Prompt
 
@@ -86,7 +86,7 @@ def test_what_no_json_has_is_written_as_vllm_does():
 def test_scores_have_the_bound_of_log_probabilities(path):
     """What the engine tells of each token of an answer, it tells of a prompt's.
 
-    Mutation: `Serving.params` leaves `prompt_logprobs` to the engine.
+    Mutation: `Parameters.sampling` leaves `prompt_logprobs` to the engine.
     """
     app = Scripted("Hello")
     body = {"messages": HI} if path == CHAT else {"prompt": "hi"}

@@ -191,7 +191,7 @@ def test_S17_a_request_that_was_on_its_way_when_the_engine_died(held: Held):
     """Its body came while the server was ready, its last byte when the next engine had no adapter yet: it is told to
     come again, not that its adapter is unknown.
 
-    Mutation: `_admit` does not look at `unready`; `_load_adapters` clears `serving.adapters` first.
+    Mutation: `_check_queue` does not look at `unready`; `_load_adapters` clears `models.adapters` first.
     """
     server = held.start("--restart", "--body-seconds", "1000")
     first_200(server)

@@ -101,7 +101,7 @@ def ask(app: Scripted, **more: Any) -> dict[str, Any]:
 def test_an_answer_of_each_api():
     """Reasoning and text apart, in one piece and as a stream.
 
-    Mutation: `Serving.splitter` knows "think" alone.
+    Mutation: `answer_parser` knows "think" alone.
     """
     app = Scripted("let me see</think>It is.", reasoning_parser="deepseek_r1")
     message = ask(app)
@@ -148,7 +148,7 @@ def test_an_answer_that_a_grammar_holds_is_no_reasoning():
     """It is of the demanded form from its first token on: that is the answer, though no tag has closed anything. A
     structural tag holds nothing before its trigger.
 
-    Mutation: `Serving.begin` says of none that it is held, or of all.
+    Mutation: `Serving.submit` says of none that it is held, or of all.
     """
     for parser in ("qwen3", "deepseek_r1", "think"):
         app = Scripted('{"a": 1}', reasoning_parser=parser, template=TEMPLATE + "<think>")

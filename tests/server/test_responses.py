@@ -266,7 +266,7 @@ def test_parameters_reach_the_engine():
 def test_a_demanded_call_is_held_to_its_schema():
     """By name, and any; beside a form of the text too, which is one of content.
 
-    Mutation: `chat_choice` passes the choice on as it is; `Serving.grammar` returns the form.
+    Mutation: `chat_choice` passes the choice on as it is; `Parameters.grammar` returns the form.
     """
     app = Scripted('{"city": "Rome"}')
     (call,) = made(app, tools=[TOOL], tool_choice={"type": "function", "name": "weather"})["output"]

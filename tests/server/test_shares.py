@@ -18,11 +18,12 @@ from sapwood.engine.loading.default_model import default_model
 from sapwood.engine.params import SamplingParams
 from sapwood.server.api.response_store import ResponseStore, StoredResponse
 from sapwood.server.config import ServerConfig
-from sapwood.server.http_limits import HttpLimits, client_of
+from sapwood.server.limits import HttpLimits
 from sapwood.server.listen import open_socket
 from sapwood.server.process.engine_process import EngineSide
 from sapwood.server.process.grammars import _MAX_WAITING, FairQueue, Grammars, GrammarsBusy, GrammarSpec
 from sapwood.server.process.messages import Drop, End, StepOutput, Submit
+from sapwood.server.request_head import client_of
 
 from . import test_http_limits
 from .kit import Running as Process
@@ -49,7 +50,7 @@ def test_L21_a_key_cannot_have_all_seats():
     """Samples count, waiting or running, of all requests of the key; another key has its own, and the administrator
     as many as he likes. Those that end, or whose client leaves, give their seats back.
 
-    Mutation: `_admit` does not look at `max_requests_per_key`; `live` counts all; a request counts as one.
+    Mutation: `_check_queue` does not look at `max_requests_per_key`; `live` counts all; a request counts as one.
     """
 
     async def story() -> None:
@@ -79,7 +80,7 @@ def test_L21_a_key_cannot_have_all_seats():
 def test_what_a_key_may_never_have():
     """No Retry-After for what will not be had later either; and without keys there is nobody to count for.
 
-    Mutation: `_admit` answers 429 in any case; `__post_init__` does not look at `keys`.
+    Mutation: `_check_queue` answers 429 in any case; `__post_init__` does not look at `keys`.
     """
     app = Scripted("Hello", max_requests_per_key=4, **KEYS)
     refused = app.post(COMPLETIONS, {"prompt": "hi", "n": 5}, "alpha")

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.server, pytest.mark.attack, pytest.mark.xdist_group("s
 def test_a_short_soak():
     """48 clients for a few seconds, with failing steps.
 
-    Mutation: `EngineJob.close` drops nothing; `_Watched` does not look for the client; `_drop` forgets those that
+    Mutation: `EngineJob.close` drops nothing; `_Reading` does not look for the client; `_drop` forgets those that
     compile.
     """
     told = soak(8.0, 48, 1)

@@ -101,7 +101,7 @@ def test_usage_is_told_where_it_is_asked_for(path):
     """At the end, or in every chunk; not where a client says that it wants none. Without a stream there is nothing to
     say about it.
 
-    Mutation: `streamed_usage` does not look at `include_usage` for single chunks.
+    Mutation: `ChunkWriter` does not look at `usage` for `each`.
     """
     app = Scripted("one two three")
     for options, last, each in [

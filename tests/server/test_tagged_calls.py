@@ -18,25 +18,23 @@ from tokenizers import Tokenizer
 
 from sapwood.engine.loading.default_model import default_model
 from sapwood.server.config import ServerConfig
+from sapwood.server.limits import MAX_CALLS
 from sapwood.server.process.grammars import Grammars, GrammarSpec
 from sapwood.server.text.tools import (
-    MOST_CALLS,
     PARSERS,
     CallArguments,
     CallBegins,
     Content,
     Delta,
     ForcedParser,
-    ToolCall,
     forced_calls,
-    gather,
     parser_of,
 )
 from sapwood.server.text.tools.typed import json_of, kinds_of
 
 from .kit import Running, paced_flags
 from .scripted import Scripted
-from .test_tools import merged, scaled
+from .test_tools import ToolCall, gather, merged, scaled
 
 QWEN, GLM = "qwen3_coder", "glm45"
 PARAMETERS = {
@@ -141,7 +139,7 @@ def test_what_is_not_of_its_type_stays_text(form):
 def test_texts_are_whole(form):
     """Several lines, quotes, tags of other languages, the format itself, and nothing at all.
 
-    Mutation: `_behind_value` takes every mark for the end of the value; `_say_value` strips the text; `quoted` is left
+    Mutation: `_behind_value` takes every mark for the end of the value; `_push_value` strips the text; `quoted` is left
     out.
     """
     html = '<p class="a">\n  "x" \\ y\n</p>\n'
@@ -279,7 +277,7 @@ def test_a_call_that_is_cut_off(form):
 def test_texts_come_as_they_are_written():
     """A text piece by piece; a line break at its end waits, and so does what may be a tag; a number comes whole.
 
-    Mutation: `_say_value` waits for the end of every value.
+    Mutation: `_push_value` waits for the end of every value.
     """
     parser = parser_of(QWEN, TOOLS)()
     pieces = ["I", " call\n<tool", "_call>\n<function=f>", "\n<parameter=te", "xt>\nab", 'c"\n', "d<", "/p>", "\n</par"]
@@ -321,14 +319,14 @@ def test_a_call_that_breaks_after_it_has_begun():
 def test_calls_have_a_bound(form):
     """A model that cannot stop calling: after the bound the rest is content.
 
-    Mutation: `_outside` does not look at `MOST_CALLS` for the bare mark.
+    Mutation: `_outside` does not look at `MAX_CALLS` for the bare mark.
     """
     one = WRITES[form]("g")
-    content, calls = read(form, one * (MOST_CALLS + 2))
-    assert calls == [ToolCall("g", "{}")] * MOST_CALLS and content == one * 2
+    content, calls = read(form, one * (MAX_CALLS + 2))
+    assert calls == [ToolCall("g", "{}")] * MAX_CALLS and content == one * 2
     if form == QWEN:
         one = "<function=g></function>"
-        assert read(form, one * (MOST_CALLS + 2)) == (one * 2, calls)
+        assert read(form, one * (MAX_CALLS + 2)) == (one * 2, calls)
 
 
 PARTS = [
@@ -398,7 +396,7 @@ HOSTILE = ["<tool_call>", "<function=f", "<function=f>\n", "<parameter=text>\n",
 def test_work_is_linear(form):
     """Large arguments and texts made to hurt, in one piece and a character at a time.
 
-    Mutation: `_outside` looks for each mark by itself; `_say_value` keeps what it has told.
+    Mutation: `_outside` looks for each mark by itself; `_push_value` keeps what it has told.
     """
     for before in ("", WRITES[form](text="@").partition("@")[0], WRITES[form](thing="@").partition("@")[0]):
         for piece in HOSTILE:
@@ -411,7 +409,7 @@ def test_work_is_linear(form):
 def test_schemas_that_say_little_or_go_in_circles():
     """Types are found wherever they stand, and the search ends.
 
-    Mutation: `kinds_of` looks at no `_MOST_SCHEMAS`; `_referred` asks a list for a key.
+    Mutation: `kinds_of` looks at no `MAX_ARGUMENT_SCHEMAS`; `_referred` asks a list for a key.
     """
     circle = {"properties": {"a": {"$ref": "#/properties/a"}, "b": {"$ref": "#/$defs/0/x"}, "c": {"$ref": "http://x"}}}
     assert [kinds_of({**circle, "$defs": [1]}, name) for name in "abcd"] == [()] * 4

@@ -72,7 +72,7 @@ def test_S19_loops_within_loops_have_an_end(text, monkeypatch):
 
     Mutation: `_generate` wraps the first loop alone; `render` does not begin to count anew.
     """
-    monkeypatch.setattr(template, "MOST_TURNS", 10_000)
+    monkeypatch.setattr(template, "MAX_TEMPLATE_TURNS", 10_000)
     many = [{"role": "user", "content": "x"}] * 1000
     for _ in range(2):
         with pytest.raises(TemplateError, match="goes through its loops more than 10000 times"):
@@ -86,7 +86,7 @@ def test_S19_a_conversation_that_is_too_much_for_its_template_is_refused(monkeyp
 
     Mutation: `conversation` lets other errors than TemplateError through; `CHAT` has no chat_template.
     """
-    monkeypatch.setattr(template, "MOST_TURNS", 100_000)
+    monkeypatch.setattr(template, "MAX_TEMPLATE_TURNS", 100_000)
     app = Scripted("Hello you", template=QUADRATIC + "{% if add_generation_prompt %}!{% endif %}")
     much = [{"role": "user", "content": "x"}] * 4000
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

@@ -7,31 +7,50 @@ import json
 import random
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
+from sapwood.server.limits import MAX_CALL_JSON_DEPTH, MAX_CALLS, MAX_TOOLS
 from sapwood.server.text.tools import (
-    MOST_CALLS,
-    MOST_TOOLS,
     CallArguments,
     CallBegins,
     Content,
     Delta,
     ForcedParser,
-    ToolCall,
     ToolParser,
     call_id,
     check_tools,
     forced_schema,
-    gather,
     guess_parser,
     parser_for,
 )
-from sapwood.server.text.tools.json_text import MOST_DEPTH, JsonText
+from sapwood.server.text.tools.json_text import JsonText
+
+
+class ToolCall(NamedTuple):
+    name: str
+    arguments: str  # JSON text, unless the call broke or was cut off
+
+
+def gather(deltas: Iterable[Delta]) -> tuple[str, list[ToolCall]]:
+    """The content and the calls of a whole text."""
+    content: list[str] = []
+    names: list[str] = []
+    arguments: list[list[str]] = []
+    for delta in deltas:
+        if isinstance(delta, Content):
+            content.append(delta.text)
+        elif isinstance(delta, CallBegins):
+            names.append(delta.name)
+            arguments.append([])
+        else:
+            arguments[delta.index].append(delta.text)
+    return "".join(content), [ToolCall(name, "".join(pieces)) for name, pieces in zip(names, arguments, strict=True)]
+
 
 HARD = {"q": 'a "b" \\ } ] {', "deep": [{"é": [1.5e-3, None, {"x": {}}]}, "</tool_call>", "[TOOL_CALLS]"], "": "\n;"}
 HARD_TEXT = json.dumps(HARD)  # with unicode escapes
@@ -117,7 +136,7 @@ def test_calls_are_read(name):
     text that the model wrote.
 
     Mutation: `CallObject._begin` does not clear `held`; `JsonText` takes an escaped quote for the end of a string;
-    `BaseParser._say` does not look at `_after_call`.
+    `BaseParser._content` does not look at `_after_call`.
     """
     format, text, content, calls = WELL[name]
     assert read(format, text) == (content, calls)
@@ -274,7 +293,7 @@ def test_calls_have_a_bound(format):
     """A model that cannot stop calling: after the bound the rest is content.
 
     Mutation: `BaseParser._outside`, `BaseParser._in_array` or `Llama3JsonParser._behind_call` does not look at
-    `MOST_CALLS`.
+    `MAX_CALLS`.
     """
     first, one, between, last = {
         "hermes": ("", hermes(G), "", ""),
@@ -283,9 +302,9 @@ def test_calls_have_a_bound(format):
         "mistral": ("[TOOL_CALLS][", G, ",", "]"),
         "mistral new": ("", "[TOOL_CALLS]g{}", "", ""),
     }[format]
-    text = first + between.join([one] * (MOST_CALLS + 2)) + last
+    text = first + between.join([one] * (MAX_CALLS + 2)) + last
     content, calls = read(format.split()[0], text)
-    assert calls == [CALLED_G] * MOST_CALLS
+    assert calls == [CALLED_G] * MAX_CALLS
     assert content == between.join(["", one, one][not between :]) + last
 
 
@@ -412,9 +431,9 @@ def test_json_is_what_the_decoder_takes():
 def test_depth_has_a_bound():
     """What decoders would refuse, or fall over, is broken here already.
 
-    Mutation: `JsonText._structure` does not look at `MOST_DEPTH`.
+    Mutation: `JsonText._structure` does not look at `MAX_CALL_JSON_DEPTH`.
     """
-    for depth, over in ((MOST_DEPTH, True), (MOST_DEPTH + 1, False)):
+    for depth, over in ((MAX_CALL_JSON_DEPTH, True), (MAX_CALL_JSON_DEPTH + 1, False)):
         value = JsonText()
         value.take("[" * depth + "]" * depth, 0)
         assert (value.over, value.broken) == (over, not over)
@@ -593,8 +612,8 @@ def test_tools_and_choices():
     for tools in (None, []):
         for choice in (None, "auto", "none"):
             assert check_tools(tools, choice) == ("none", None, frozenset())
-    most = [tool(f"a_.-{i}") for i in range(MOST_TOOLS)]
-    assert len(check_tools(most, "auto").names) == MOST_TOOLS
+    most = [tool(f"a_.-{i}") for i in range(MAX_TOOLS)]
+    assert len(check_tools(most, "auto").names) == MAX_TOOLS
     full = {"name": "f", "description": None, "strict": True, "parameters": None}
     assert check_tools([{"type": "function", "function": full}], None).mode == "auto"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sapwood.server.api.response_truncation import _ANSWER
+from sapwood.server.api.response_request import _ANSWER_SHARE
 
 from .scripted import Scripted
 
@@ -84,7 +84,7 @@ def test_there_is_room_for_the_answer():
     app = Scripted("Hello")
     many = [user(str(at), 15) for at in range(150)]
     left = app.post(PATH, {"input": many, "truncation": "auto"}).json["usage"]["input_tokens"]
-    assert LIMIT - LIMIT // _ANSWER - 40 < left <= LIMIT - LIMIT // _ANSWER
+    assert LIMIT - LIMIT // _ANSWER_SHARE - 40 < left <= LIMIT - LIMIT // _ANSWER_SHARE
 
 
 def test_the_steps_of_a_model_go_where_there_is_but_one_question():

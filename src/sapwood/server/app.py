@@ -1,7 +1,7 @@
-"""The door: routes, keys, and what becomes of every request, whatever goes wrong in it.
+"""Routes and keys, and the one place where every request ends, whatever goes wrong in it.
 
-Routes are Starlette's, each a raw ASGI endpoint. A request gets an id, is let in or not, and ends in one place: an
-answer, an error in OpenAI's form, or a client that has left.
+Routes are Starlette's, each a raw ASGI endpoint. A request gets an id, is let in or not, and ends with an answer, an
+error in OpenAI's form, or a client that has left.
 """
 
 from __future__ import annotations
@@ -35,16 +35,14 @@ from .api.admin import (
 from .api.anthropic import anthropic_error, count_tokens, messages
 from .api.chat import chat_completions
 from .api.completions import completions
-from .api.links import PAGE_HEADERS, page
-from .api.openapi import description
+from .api.openapi import PAGE_HEADERS, description, page
 from .api.responses import cancel_response, delete_response, get_response, input_items, input_tokens, responses
 from .errors import ApiError, Disconnected
-from .frontend import Caller, Serving, new_id
+from .frontend import Serving
 from .generation import Generation
-from .hosts import Hosts
-from .http import Call, Headers
-from .http_limits import client_of
+from .http import Call, Headers, new_id
 from .observe.figures import Finished, FinishedPrompt
+from .request_head import Caller, Hosts, client_of
 
 log = logging.getLogger(__name__)
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -64,7 +62,7 @@ class Endpoint(NamedTuple):
 
 
 class App:
-    """`metrics(serving) -> bytes` is what /metrics shows; `watchers` are told of every generation that is over."""
+    """`metrics` makes the text of /metrics; `watchers` are called with every generation that is over."""
 
     def __init__(self, serving: Serving, metrics: Callable[[], Awaitable[bytes]]) -> None:
         self.serving = serving
@@ -77,7 +75,7 @@ class App:
         config = serving.config
         self._root = config.root_path.rstrip("/")
         self._origins = {origin.encode() for origin in config.allowed_origins}
-        self._hosts: Hosts | None = None  # where who may ask is not said by keys
+        self._hosts: Hosts | None = None  # where no key decides which clients may use the server
         if config.uds is None and (config.allowed_hosts or not self._keys):
             self._hosts = Hosts(config.allowed_hosts, config.allowed_origins, config.host)
         by_path: dict[str, list[Endpoint]] = {}
@@ -91,8 +89,8 @@ class App:
 
     def _endpoints(self) -> list[Endpoint]:
         figures = self.serving.config.metrics_key
-        changes = self._admin is not None  # what changes the server for everybody, where there is somebody for it
-        others = len(self._keys) > 1 or self.serving.config.salt_by_key  # what shows the traffic of other tenants
+        changes = self._admin is not None  # changes for all clients are for the administrator, where there is one
+        others = len(self._keys) > 1 or self.serving.config.salt_by_key  # so is the traffic of other tenants
         return [
             Endpoint("/", "GET", self._links, open=True, early=True),
             Endpoint("/v1/chat/completions", "POST", chat_completions),
@@ -164,7 +162,7 @@ class App:
             self.calls.discard(call)
             generation = generation or call.generation
             if generation is not None:
-                self._tell(call, generation, path, began, problem)
+                self._report(call, generation, path, began, problem)
 
     async def _answer(self, call: Call, given: dict[bytes, bytes], there: list[Endpoint]) -> Generation | None:
         method = call.scope["method"]
@@ -193,10 +191,10 @@ class App:
             await call.error(error)
 
     def _let_in(self, call: Call, admin: bool) -> Caller:
-        """Who asks, by the key it brings."""
+        """The caller, by the key that the request brings. ApiError if the request may not use the endpoint."""
         key = self._key_of(call.scope["headers"])
         is_admin = self._admin is not None and hmac.compare_digest(key, self._admin)
-        known = [hmac.compare_digest(key, each) for each in self._keys]  # all of them: time tells nothing
+        known = [hmac.compare_digest(key, each) for each in self._keys]  # all keys, so that the time shows nothing
         if self._keys and not any(known) and not is_admin:
             raise ApiError(
                 401,
@@ -214,7 +212,7 @@ class App:
         return Caller(call.caller.id, key.decode("latin-1"), is_admin, tenant)
 
     def _key_of(self, headers: Headers) -> bytes:
-        """The one key of a request. Two that differ are not chosen from: a proxy may have looked at the other one."""
+        """The one key of a request. Two different ones are refused: a proxy may have looked at the other one."""
         found: dict[bytes, bytes] = {}
         for name, value in headers:
             if name in (b"authorization", b"x-api-key"):
@@ -243,7 +241,7 @@ class App:
             (b"vary", b"origin"),
         ]
 
-    def _tell(self, call: Call, generation: Generation, path: str, began: float, problem: str) -> None:
+    def _report(self, call: Call, generation: Generation, path: str, began: float, problem: str) -> None:
         prompts = [
             FinishedPrompt(prompt.ids, NOT_COMPUTED, 0.0)
             if begun is None
@@ -252,12 +250,11 @@ class App:
         ]
         params, model = generation.params, generation.model
         space = hashlib.sha256(repr((model.adapter, params.cache_salt)).encode()).digest()
-        names = self.serving.names
         finished = Finished(
             call.caller.id,
             path,
             call.status if not problem or call.status else 499,
-            names[0],
+            self.serving.models.names[0],
             None if model.adapter is None else model.name,
             space,
             prompts,
@@ -271,7 +268,7 @@ class App:
             problem,
             generation.prompts[0].text if self.serving.config.log_prompts else None,
             params.n,
-            params.max_tokens or max(1, self.serving.limit - len(generation.prompts[0].ids)),
+            params.max_tokens or max(1, self.serving.prompts.limit - len(generation.prompts[0].ids)),
         )
         for watcher in self.watchers:
             watcher(finished)
@@ -302,7 +299,7 @@ class App:
 
 
 class _Place:
-    """A path, as Starlette calls it."""
+    """The endpoints of a path, as an ASGI application that Starlette calls."""
 
     def __init__(self, app: App, path: str, there: list[Endpoint]) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""`sapwood serve`: arguments from the command line, the environment and a file, and a server run with them."""
+"""`sapwood serve`: flags from the command line, the environment and a file, and a server that runs with them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from .preflight import check_server
 
 log = logging.getLogger(__name__)
 _PREFIX = "SAPWOOD_"
-_OTHERS = {"SAPWOOD_TEST_CACHE", "SAPWOOD_TEST_VENVS"}  # of tests
-_SECRETS = ("api_key", "admin_key")  # read by `_server_config`, and on no command line
+_TEST_VARIABLES = {"SAPWOOD_TEST_CACHE", "SAPWOOD_TEST_VENVS"}
+_SECRETS = ("api_key", "admin_key")  # their variables are read by `_server_config`, and become no arguments
 _EPILOG = """\
 examples:
   sapwood serve                                   the default model, SmolLM2-135M
@@ -63,12 +63,12 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     try:
-        asked, config = server_flags(arguments, os.environ)
+        options, config = server_flags(arguments, os.environ)
         set_up(config.log_format, config.log_level)
-        flags = engine_flags(asked)
+        flags = engine_flags(options)
         secret = _secret(config, flags.get("store"))
         warn_of_unknown(os.environ)
-        folder = None if asked.factory_flags is not None else check_start(EngineConfig(**flags))
+        folder = None if options.factory_flags is not None else check_start(EngineConfig(**flags))
         check_server(config, folder, not flags.get("skip_tokenizer_init"))
     except (ValueError, OSError) as problem:
         sys.stderr.write(f"sapwood serve: {' '.join(str(problem).split())}\n")
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(run(config, flags, asked.factory, socket, secret))
+            return runner.run(run(config, flags, options.factory, socket, secret))
     finally:
         socket.close()
         if config.uds is not None:
@@ -93,25 +93,25 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def server_flags(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[argparse.Namespace, ServerConfig]:
-    """All that was given, from wherever; and of it what concerns the server, checked."""
+    """All flags, of the command line, the environment and the file; and those of the server, checked."""
     made = parser()
-    asked = parsed(made, [*_from_elsewhere(made, arguments, environment), *arguments])
-    return asked, _server_config(asked, environment)
+    options = parsed(made, [*_from_file_and_environment(made, arguments, environment), *arguments])
+    return options, _server_config(options, environment)
 
 
-def engine_flags(asked: argparse.Namespace) -> dict[str, Any]:
-    """What concerns the engine, checked; and what is nobody's, told or refused."""
+def engine_flags(options: argparse.Namespace) -> dict[str, Any]:
+    """The flags of the engine, checked. Flags of vLLM that mean nothing here get a line in the log, or are refused."""
     for name in FOREIGN:
-        if hasattr(asked, name):
-            take_foreign(name, getattr(asked, name), FOREIGN)
-    return _engine_flags(asked)
+        if hasattr(options, name):
+            take_foreign(name, getattr(options, name), FOREIGN)
+    return _engine_flags(options)
 
 
 def warn_of_unknown(environment: Mapping[str, str]) -> None:
-    """Variables that look like ours, and are nobody's: a flag that is mistyped would be ignored in silence."""
+    """Warn of variables with our prefix that belong to no flag: a mistyped one would be ignored in silence."""
     options = (option for action in parser()._actions for option in action.option_strings)
-    known = {_PREFIX + _name(option).upper() for option in options if _says_it(option)}
-    for name in sorted(environment.keys() - known - _OTHERS):
+    known = {_PREFIX + _name(option).upper() for option in options if _has_name(option)}
+    for name in sorted(environment.keys() - known - _TEST_VARIABLES):
         if name.startswith(_PREFIX):
             log.warning("there is no flag for the variable %s%s", name, like(name, known))
 
@@ -119,23 +119,22 @@ def warn_of_unknown(environment: Mapping[str, str]) -> None:
 # ---- flags from elsewhere
 
 
-def _says_it(option: str) -> bool:
-    """Whether an option has a name in files, and in the environment."""
+def _has_name(option: str) -> bool:
+    """Whether files and the environment may name this option."""
     return option.startswith("--") and not option.startswith("--no-")
 
 
 def _name(option: str) -> str:
-    """Of an option, as a file has it."""
+    """The name of an option in a file."""
     return option.lstrip("-").replace("-", "_")
 
 
-def _from_elsewhere(
+def _from_file_and_environment(
     made: argparse.ArgumentParser, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> list[str]:
-    """What a file and the environment say, as arguments that come before those of the command line. What may be several
-    words is had from one place."""
-    options = {option: action for action in made._actions for option in action.option_strings}
-    known = {_name(option): action for option, action in options.items() if _says_it(option)}
+    """The flags of a file and of the environment, as arguments that come before those of the command line. A flag with
+    several values has all of them from one place."""
+    known = {_name(option): a for a in made._actions for option in a.option_strings if _has_name(option)}
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config", default=environment.get(f"{_PREFIX}CONFIG"))
     path = first.parse_known_args(arguments)[0].config
@@ -149,9 +148,9 @@ def _from_elsewhere(
         action = known.get(name.removeprefix(_PREFIX).lower()) if name.startswith(_PREFIX) else None
         if action is not None and action.dest not in ("help", "config", *_SECRETS):
             found[action.dest] = _as_arguments(action, _plain(name, action, text))
-    said = {_name(word.partition("=")[0]) for word in arguments if word.startswith("--")}
-    several = {known[name].dest for name in said & known.keys() if known[name].nargs == "+"}
-    return [word for dest, words in found.items() if dest not in several for word in words]
+    named = {_name(word.partition("=")[0]) for word in arguments if word.startswith("--")}
+    replaced = {known[name].dest for name in named & known.keys() if known[name].nargs == "+"}
+    return [word for dest, words in found.items() if dest not in replaced for word in words]
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -173,7 +172,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _as_arguments(action: argparse.Action, value: Any) -> list[str]:
-    option = next(each for each in action.option_strings if each.startswith("--") and not each.startswith("--no-"))
+    option = next(filter(_has_name, action.option_strings))
     if isinstance(action, argparse.BooleanOptionalAction):
         if not isinstance(value, bool):
             raise ValueError(f"{option} must be true or false, got {value!r:.60}")
@@ -187,7 +186,7 @@ def _word(value: Any) -> str:
 
 
 def _json_list(name: str, words: Sequence[str]) -> list[Any]:
-    """Words, of which each may be several as a JSON list."""
+    """Values of a flag. A word may be a JSON list of several."""
     found: list[Any] = []
     for word in words:
         try:
@@ -199,14 +198,14 @@ def _json_list(name: str, words: Sequence[str]) -> list[Any]:
 
 
 def _plain(name: str, action: argparse.Action, text: str) -> Any:
-    """What a variable's text would be in a file."""
+    """The value that a variable's text would be in a file."""
     if isinstance(action, argparse.BooleanOptionalAction):
         return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
     return _json_list(name, [text]) if action.nargs == "+" else text
 
 
-def _server_config(asked: argparse.Namespace, environment: Mapping[str, str]) -> ServerConfig:
-    given = {each.name: getattr(asked, each.name) for each in fields(ServerConfig) if hasattr(asked, each.name)}
+def _server_config(options: argparse.Namespace, environment: Mapping[str, str]) -> ServerConfig:
+    given = {each.name: getattr(options, each.name) for each in fields(ServerConfig) if hasattr(options, each.name)}
     for name in ("api_key", "served_model_name", "lora_modules", "allowed_origins", "allowed_hosts"):
         if name in given:
             given[name] = tuple(map(_word, _json_list(name, given[name])))
@@ -214,7 +213,7 @@ def _server_config(asked: argparse.Namespace, environment: Mapping[str, str]) ->
         given["api_key"] = tuple(environment["SAPWOOD_API_KEY"].split(","))
     if "admin_key" not in given and environment.get("SAPWOOD_ADMIN_KEY"):
         given["admin_key"] = environment["SAPWOOD_ADMIN_KEY"]
-    if given.get("lora_modules") and not getattr(asked, "enable_lora", False):
+    if given.get("lora_modules") and not getattr(options, "enable_lora", False):
         raise ValueError("lora_modules needs --enable-lora")
     if given.get("kv_events_config") is not None:
         from .process.kv_events_config import KVEventsConfig
@@ -223,16 +222,16 @@ def _server_config(asked: argparse.Namespace, environment: Mapping[str, str]) ->
     return ServerConfig(**given)
 
 
-def _engine_flags(asked: argparse.Namespace) -> dict[str, Any]:
-    """The flags of the engine, checked; what a server has by default and a script has not is added."""
-    flags = given_flags(asked)
-    if asked.factory_flags is not None:
+def _engine_flags(options: argparse.Namespace) -> dict[str, Any]:
+    """The flags of the engine, checked, with the defaults that a server has and a script has not."""
+    flags = given_flags(options)
+    if options.factory_flags is not None:
         from_flags(None, flags)
-        given = dict(json.loads(asked.factory_flags))
+        given = dict(json.loads(options.factory_flags))
         if given.get("store") is not None:
             check_store(given["store"])
         return given
-    model = flags.pop("model", None) if asked.model_tag is None else asked.model_tag
+    model = flags.pop("model", None) if options.model_tag is None else options.model_tag
     flags.pop("model", None)
     flags.setdefault("host_cache", "auto")
     caching = flags.get("enable_prefix_caching", True) and flags["host_cache"] != "0"
@@ -246,7 +245,7 @@ def _engine_flags(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def _secret(config: ServerConfig, store: str | None) -> bytes | None:
-    """What salts are made with, if they are."""
+    """The secret of salts, if salts are made of keys."""
     if not config.salt_by_key:
         return None
     from .salt_key import salt_key

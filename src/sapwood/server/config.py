@@ -1,17 +1,18 @@
-"""How a server is set up, beside its engine: the flags of `sapwood serve`; frozen, and checked. No torch here."""
+"""The flags of `sapwood serve` that are not the engine's, as one frozen object that is checked when it is made. Nothing
+here imports torch."""
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sapwood.cache import whole_number
 from sapwood.engine.flags import one_of
 
-from .http_limits import HttpLimits
+from .limits import MAX_PRIORITY, HttpLimits
 from .text.reasoning import PARSERS as REASONING_PARSERS
 from .text.tools import PARSERS
 
@@ -19,7 +20,7 @@ _HOST = re.compile(r"\*|(\*\.)?[\w.-]+")
 
 
 class LoraModule(NamedTuple):
-    """An adapter to load at the start. `base_model_name`: shown as its parent."""
+    """An adapter to load at the start. `base_model_name`: what `/v1/models` shows as its parent."""
 
     name: str
     path: str
@@ -28,7 +29,7 @@ class LoraModule(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """Where a server listens, who may ask, and how much. The command line shows what is said of a field here.
+    """Where a server listens, which clients may use it, and how much. The help of each flag is its line here.
 
     host                 the address to listen on; anything but loopback can be reached by others
     port                 the port to listen on
@@ -135,13 +136,13 @@ class ServerConfig:
     drain_seconds: float = 30.0
     step_timeout: float = 120.0
     restart: bool = False
-    header_bytes: int = 64 << 10
-    header_seconds: float = 10.0
-    body_bytes: int = 32 << 20
-    body_seconds: float = 60.0
-    write_seconds: float = 60.0
-    streams_per_client: int = 0
-    inflight_bytes: int = 512 << 20
+    header_bytes: int = HttpLimits.header_bytes
+    header_seconds: float = HttpLimits.header_seconds
+    body_bytes: int = HttpLimits.body_bytes
+    body_seconds: float = HttpLimits.body_seconds
+    write_seconds: float = HttpLimits.write_seconds
+    streams_per_client: int = HttpLimits.streams_per_client
+    inflight_bytes: int = HttpLimits.inflight_bytes
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
     ssl_ca_certs: str | None = None
@@ -159,7 +160,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         whole_number("port", self.port, 0, 65535)
         whole_number("max_queue", self.max_queue, 1, 1 << 20)
-        whole_number("max_priority", self.max_priority, -(2**31 - 1), 2**31 - 1)
+        whole_number("max_priority", self.max_priority, -MAX_PRIORITY, MAX_PRIORITY)
         whole_number("max_requests_per_key", self.max_requests_per_key, 0, 1 << 20)
         whole_number("max_n", self.max_n, 1, 16384)
         for name in (
@@ -196,7 +197,7 @@ class ServerConfig:
             raise ValueError(f"root_path must be a path such as /models/one, got {self.root_path!r:.60}")
         if self.salt_by_key and not self.keys:
             raise ValueError("salt_by_key needs api_key: the salt is made from it")
-        self.adapters  # noqa: B018  # checked by itself
+        self.adapters  # noqa: B018  # reading it checks it
         if self.salt_key_file is not None and not self.salt_by_key:
             raise ValueError("salt_key_file needs salt_by_key")
         if self.max_requests_per_key and not self.keys:
@@ -204,11 +205,11 @@ class ServerConfig:
         for host in self.allowed_hosts:
             if not _HOST.fullmatch(host):
                 raise ValueError(f"allowed_hosts must be names without port such as api.example.com, got {host!r:.100}")
-        self.http_limits  # noqa: B018  # checked by itself
+        self.http_limits  # noqa: B018  # making it checks it
 
     @property
     def keys(self) -> frozenset[str]:
-        """Every key that lets a request in."""
+        """Every key that lets a request in, from flags and from the file of keys."""
         lines = Path(self.api_key_file).read_text().splitlines() if self.api_key_file is not None else []
         keys = frozenset(key.strip() for key in (*self.api_key, *lines) if key.strip())
         if self.api_key_file is not None and not keys:
@@ -217,20 +218,13 @@ class ServerConfig:
 
     @property
     def adapters(self) -> tuple[LoraModule, ...]:
-        """`lora_modules`, read."""
+        """`lora_modules` as data."""
         return tuple(map(_lora_module, self.lora_modules))
 
     @property
     def http_limits(self) -> HttpLimits:
-        return HttpLimits(
-            header_bytes=self.header_bytes,
-            header_seconds=self.header_seconds,
-            body_bytes=self.body_bytes,
-            body_seconds=self.body_seconds,
-            write_seconds=self.write_seconds,
-            streams_per_client=self.streams_per_client,
-            inflight_bytes=self.inflight_bytes,
-        )
+        """The limits of connections."""
+        return HttpLimits(**{field.name: getattr(self, field.name) for field in fields(HttpLimits)})
 
 
 def _lora_module(text: str) -> LoraModule:
@@ -245,6 +239,6 @@ def _lora_module(text: str) -> LoraModule:
     words = [given.get(field) for field in LoraModule._fields]
     known = given.keys() <= set(LoraModule._fields) and all(isinstance(word, str | None) for word in words)
     if not known or not words[0] or not words[1]:
-        said = "name=path or a JSON object with name, path and base_model_name"
-        raise ValueError(f"lora_modules must be {said}, got {text!r:.200}")
+        forms = "name=path or a JSON object with name, path and base_model_name"
+        raise ValueError(f"lora_modules must be {forms}, got {text!r:.200}")
     return LoraModule(*words)

@@ -1,32 +1,36 @@
-"""What a client is told when something is wrong: OpenAI's error body, and the status that belongs to it."""
+"""Errors as clients get them: OpenAI's error body, and the type that belongs to each status."""
 
 from __future__ import annotations
 
+import json
 import re
 import reprlib
 from collections.abc import Mapping
+from http import HTTPStatus
 from itertools import islice
 from typing import Any
 
 import msgspec
 
+# Status -> type. Any other status below 500 is an invalid_request_error, any other from there on a server_error.
 _TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
-    408: "timeout_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
-    422: "invalid_request_error",
     429: "rate_limit_error",
     499: "client_disconnected",
-    500: "server_error",
+    501: "invalid_request_error",  # a method or a version of HTTP that only another client would send
     503: "service_unavailable_error",
     504: "timeout_error",
+    505: "invalid_request_error",
 }
 _PATH = re.compile(r"""(?<![\w/.:~])~?/(?:[^\s/'"`,:;()<>]+/)+([^\s/'"`,:;()<>]*)""")
+
+
+def error_body(status: int, message: str, code: str | None, param: str | None = None) -> dict[str, Any]:
+    """OpenAI's form of an error."""
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class Disconnected(Exception):
@@ -34,7 +38,8 @@ class Disconnected(Exception):
 
 
 class ApiError(Exception):
-    """`param`: the field that is wrong, as a path; `code`: a word that programs look at."""
+    """An error of a request that reached its endpoint, or the router. `param`: the path of the field that is wrong;
+    `code`: a word for programs."""
 
     def __init__(
         self,
@@ -53,15 +58,50 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        kind = _TYPES.get(self.status, "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        return error_body(self.status, self.message, self.code, self.param)
 
     def encoded(self) -> bytes:
         return msgspec.json.encode(self.body)
 
 
+class HttpRefusal(Exception):
+    """A request that a connection refuses before any application sees it. The answer ends the connection."""
+
+    def __init__(self, status: int, code: str, message: str, *headers: tuple[bytes, bytes]) -> None:
+        super().__init__(message)
+        self.status, self.code, self.message, self.headers = status, code, message, headers
+
+    def reply(self, default_headers: list[tuple[bytes, bytes]], method: str) -> bytes:
+        """The whole answer."""
+        body = json.dumps(error_body(self.status, self.message, self.code)).encode()
+        headers = [
+            *default_headers,
+            *self.headers,
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"connection", b"close"),
+        ]
+        lines = [b"HTTP/1.1 %d %s" % (self.status, HTTPStatus(self.status).phrase.encode())]
+        lines += [name + b": " + value for name, value in headers]
+        return b"\r\n".join([*lines, b"", b"" if method == "HEAD" else body])
+
+
+def bad(param: str | None, message: str) -> ApiError:
+    """A field has a wrong value."""
+    return ApiError(400, message, "invalid_value", param)
+
+
+def unsupported(param: str, why: str) -> ApiError:
+    """A field asks for something that would change the answer, and that this server does not have."""
+    return ApiError(400, f"{param} is not supported here: {why}", "unsupported_parameter", param)
+
+
+def engine_down(why: str) -> ApiError:
+    return ApiError(503, why, "engine_down", headers={"Retry-After": "5"})
+
+
 class _Short(reprlib.Repr):
-    """The beginning of a value: what is left out is not looked at."""
+    """The beginning of a value. What the text leaves out is never looked at."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,19 +123,6 @@ def shown(value: object) -> str:
 
 
 def without_paths(text: str) -> str:
-    """An error of the engine as a client may see it: of paths on this machine the last part. The log has all of it."""
+    """An error of the engine for a client: of each path on this machine only the last part is left. The log has the
+    whole text."""
     return _PATH.sub(r".../\1", text)
-
-
-def bad(param: str | None, message: str) -> ApiError:
-    """A field is wrong."""
-    return ApiError(400, message, "invalid_value", param)
-
-
-def unsupported(param: str, why: str) -> ApiError:
-    """A field that would change the answer, and that this server does not have."""
-    return ApiError(400, f"{param} is not supported here: {why}", "unsupported_parameter", param)
-
-
-def engine_down(why: str) -> ApiError:
-    return ApiError(503, why, "engine_down", headers={"Retry-After": "5"})

@@ -1,8 +1,8 @@
 """One request in flight: prompts in, pieces of text out, until every sample has ended.
 
-    Job's lanes: tokens --> TextStream (whole characters, stop strings) --> Piece: text, tokens, log-probabilities, end
+    lanes: tokens --> TextStream (whole characters, stop strings) --> TextPiece: text, tokens, log-probabilities, end
 
-The four APIs differ in how they write pieces down, and in nothing else.
+The four APIs differ in how they write pieces, and in nothing else.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from .errors import ApiError, Disconnected, without_paths
 from .process.engine_client import LAG_SECONDS, EngineJob, Lane
 from .process.messages import MAX_UNACKED_STEPS, End, Likely, SampleBegun
 
-_MOST_TAKEN = 2048  # tokens, and likely ones told with them, that are written down before others have their turn
+MAX_TAKEN_TOKENS = 2048  # with the likely ones of each, that a request writes before others have their turn
 
 
 class Model(NamedTuple):
-    """What a name stands for. `adapter`: None for the model itself."""
+    """The model that a name stands for. `adapter`: None for the model itself."""
 
     name: str
     adapter: bytes | None
 
 
 class Prompt(NamedTuple):
-    """`text`: as the client gave it, or None for token ids. `cut`: it begins before the first of them."""
+    """`text`: as the client or the chat template has it; None for token ids. `cut`: the text begins before the ids."""
 
     ids: npt.NDArray[np.int32]
     text: str | None = None
@@ -42,7 +42,7 @@ class Prompt(NamedTuple):
 
 
 class TextPiece(msgspec.Struct, frozen=True, gc=False):
-    """What became final of a sample. `finish`: why it has ended, with its last piece."""
+    """The next piece of a sample, which is final. `finish`: in its last piece, why it has ended."""
 
     index: int
     text: str
@@ -59,7 +59,7 @@ class TokenCounts(NamedTuple):
 
 
 class Generation:
-    """`prompts` are submitted already, `params.n` lanes of `job` for each."""
+    """`prompts` are in the engine, with `params.n` lanes of `job` for each."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Generation:
         self.began = time.monotonic()
         self.first: float | None = None  # when the first token came
         self.finished: str | None = None
-        self.held = False  # by a grammar, from its first token on
+        self.held = False  # a grammar holds the answer from its first token on
         self.gaps: list[float] = []  # seconds between tokens of a sample
         self.reasons: list[str] = []  # why samples have ended
         self._completion = self._counted = 0
@@ -85,8 +85,8 @@ class Generation:
         if detokenizer is not None:
             for at, lane in enumerate(job.lanes):
                 lane.text = TextStream(detokenizer, params, prompts[at // params.n].ids[-16:].tolist())
-        self._most = max(1, _MOST_TAKEN // (1 + (params.logprobs or 0)))  # tokens at a time
-        self._turn = 0  # the lane that is taken from first
+        self._turn_tokens = max(1, MAX_TAKEN_TOKENS // (1 + (params.logprobs or 0)))
+        self._next_lane = 0  # that the next turn begins with
 
     @property
     def usage(self) -> TokenCounts:
@@ -95,29 +95,28 @@ class Generation:
 
     @property
     def begun(self) -> list[SampleBegun | None]:
-        """For each prompt: what its first sample was served."""
+        """For each prompt, how its first sample began; None if it has not."""
         return [lane.begun for lane in self.job.lanes[:: self.params.n]]
 
     def uncounted(self) -> int:
-        """Tokens that were generated since the last time this was asked."""
+        """Tokens that were generated since the last call."""
         new = self._completion - self._counted
         self._counted = self._completion
         return new
 
     def scores(self, prompt: int) -> list[Likely | None] | None:
-        """The log-probabilities of a prompt, where they were asked for."""
+        """The log-probabilities of a prompt, where the request asks for them."""
         return self.job.lanes[prompt * self.params.n].prompt
 
     @property
     def open(self) -> bool:
-        """Some sample has not ended."""
+        """At least one sample has not ended."""
         return self._open > 0
 
     def take(self) -> list[TextPiece]:
-        """What has come since the last time, up to a bound: others wait while it is written down. A piece for each
-        token while everybody keeps up; what has come together for a sample goes together when the client or this
-        process is behind. ApiError if the engine refuses the request, or it fails; Disconnected if the client has
-        left."""
+        """The pieces since the last call, up to a bound, since other requests wait while they are written. There is a
+        piece for each token while client and process keep up; where one is behind, all tokens of a sample are one
+        piece. ApiError if the engine refuses the request, or if it fails; Disconnected if the client has left."""
         job = self.job
         job.news = False
         if job.gone:
@@ -126,43 +125,43 @@ class Generation:
         if self._failed is not None:
             raise self._failed
         found: list[TextPiece] = []
-        left, lanes = self._most, len(job.lanes)
+        left, lanes = self._turn_tokens, len(job.lanes)
         try:
             for turn in range(lanes):
-                index = (self._turn + turn) % lanes
+                index = (self._next_lane + turn) % lanes
                 lane = job.lanes[index]
                 if (lane.tokens or lane.end is not None) and not lane.over:
-                    if left <= 0:  # the next time it begins here
-                        self._turn, job.news = index, True
+                    if left <= 0:  # the next turn begins here
+                        self._next_lane, job.news = index, True
                         break
                     left -= self._take(index, lane, found, left)
         except ApiError as error:
             if not found:
                 raise
-            self._failed, job.news = error, True  # after what has come before it
+            self._failed, job.news = error, True  # raised next time, after the pieces before it
         return found
 
     def cut(self, piece: TextPiece) -> TextPiece:
-        """This piece, as the last of its sample: all that is wanted of that has come."""
+        """This piece as the last one of its sample, whose other tokens are not wanted."""
         if not self.job.lanes[piece.index].over:
             self._ends(piece.index, "stop")
             self.job.over(piece.index)
         return TextPiece(piece.index, piece.text, piece.tokens, piece.likely, "stop")
 
     def close(self) -> None:
-        """Nobody takes any more: what still runs is aborted."""
+        """No more pieces are taken: samples that still run are aborted."""
         if self.finished is None:
             self.finished = "aborted" if self._open else "done"
         self.job.close()
 
     def _take(self, index: int, lane: Lane, found: list[TextPiece], most: int) -> int:
-        """How many tokens were taken."""
+        """Append the pieces of a lane. Returns how many tokens were taken."""
         tokens, lane.tokens = lane.tokens, []
         likely = lane.likely
         if likely:
             lane.likely = []
         end, text = lane.end, lane.text
-        if len(tokens) > most:  # it has not ended yet, for whoever reads it
+        if len(tokens) > most:  # for the reader it has not ended yet
             tokens, lane.tokens = tokens[:most], tokens[most:]
             likely, lane.likely = likely[:most], likely[most:]
             end, self.job.news = None, True
@@ -194,7 +193,7 @@ class Generation:
                 if end.reason in ("refused", "busy", "error", "abort", "timeout"):
                     self.reasons.append(end.reason)
                 final = self._last(index, end, ending, text, likely[len(tokens) :])
-                if len(found) > before:  # what ends a sample goes with its last text, where both are here
+                if len(found) > before:  # the end of a sample goes with its last text, where both have come
                     final = _joined([found.pop(), final])
                 found.append(final)
                 self._ends(index, end.reason)

@@ -1,13 +1,19 @@
 """One HTTP request, as raw ASGI: its body, its answer in one piece or as a stream of events, and its end.
 
-A stream is written piece by piece as it comes. A client that leaves is seen at once and its request aborted; one that
-reads slowly gets pieces together; one that stops reading is cut off (http_limits.py).
+A stream is written piece by piece as tokens come, in two halves: `render` makes the bytes of events, `_write_events`
+sends them. When a step has ended, `render` is called for every request that it has news for, and only then do the tasks
+run that send: all writes of a step follow each other. A write that finds its client awake, because another stream was
+just written to, costs a fraction of one that wakes it.
+
+A client that leaves is noticed at once and its request aborted; one that reads slowly gets pieces together; one that
+stops reading is cut off (connection.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -15,10 +21,11 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from .connection import HOLDS
 from .errors import ApiError, Disconnected, bad, shown
-from .frontend import Caller
 from .generation import Generation, TextPiece
-from .http_limits import HOLDS
+from .limits import MAX_QUERY_FIELDS
+from .request_head import Caller
 
 Headers = list[tuple[bytes, bytes]]
 _KEEP_ALIVE = b": waiting\n\n"
@@ -30,13 +37,13 @@ _STREAM: Headers = [
 
 
 class Writer(Protocol):
-    """How an API writes a generation down."""
+    """How an API writes a generation."""
 
     def opening(self) -> bytes:
         """Events before the first piece."""
 
     def piece(self, piece: TextPiece) -> bytes:
-        """Events for what has become final; b"" if that shows nothing."""
+        """Events for what has become final; b"" if there is nothing to show."""
 
     def closing(self) -> bytes:
         """Events behind the last piece."""
@@ -57,8 +64,8 @@ class Call:
         self.send = send
         self.caller = caller
         self.status = 0
-        self.generation: Generation | None = None  # what runs for it
-        self._headers = headers  # of every answer
+        self.generation: Generation | None = None  # that runs for the request
+        self._headers = headers  # of the answer, whatever it is
 
     async def body(self) -> bytes:
         parts = []
@@ -72,11 +79,11 @@ class Call:
                 return b"".join(parts)
 
     async def answer(
-        self, status: int, body: bytes, kind: bytes = b"application/json", more: Mapping[str, str] | None = None
+        self, status: int, body: bytes, content_type: bytes = b"application/json", more: Mapping[str, str] | None = None
     ) -> None:
         self.status = status
         given = [(name.lower().encode(), value.encode()) for name, value in (more or {}).items()]
-        headers = [(b"content-type", kind), (b"content-length", b"%d" % len(body)), *given, *self._headers]
+        headers = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *given, *self._headers]
         await self.send({"type": "http.response.start", "status": status, "headers": headers})
         await self.send({"type": "http.response.body", "body": body})
 
@@ -87,39 +94,38 @@ class Call:
         await self.answer(error.status, error.encoded(), more=error.headers)
 
     async def whole(self, generation: Generation, writer: Writer) -> None:
-        """Wait for all of it, and answer in one piece."""
+        """Answer in one piece, when all has come."""
         self.generation = generation
-
         job = generation.job
 
-        def on_tokens() -> None:
+        def render() -> None:
             for piece in generation.take():
-                job.keeps(len(writer.piece(piece)))  # as it would be in a stream: near enough
+                job.keeps(len(writer.piece(piece)))  # about as much as the event that a stream would have
 
-        async with _Watched(self, generation, on_tokens):
+        async with _Reading(self, generation, render):
             while generation.open:
-                await job.more()
-                if job.news:  # there is more of it, and others have their turn first
+                await job.rendered()
+                if job.news:  # there is more already, but other requests have their turn first
                     await asyncio.sleep(0)
         await self.json(writer.whole())
 
     async def stream(self, generation: Generation, writer: Writer, keepalive: float) -> None:
-        """Answer as it comes. Nothing is sent before the engine has taken the request: what it refuses is a 4xx."""
+        """Answer as tokens come. Nothing is sent before the engine has accepted the request: a refusal is a 4xx."""
         self.generation = generation
         job = generation.job
 
-        def on_tokens() -> list[bytes]:
+        def render() -> list[bytes]:
             if self.status and not job.idle:
                 return [writer.piece(piece) for piece in generation.take()]
-            events = [] if self.status else [writer.opening()]  # not sent, if the engine refuses the request
+            events = [] if self.status else [writer.opening()]  # `take` raises where the engine refuses the request
             if job.idle:
                 job.idle = False
                 return [*events, _KEEP_ALIVE]
             return events + [writer.piece(piece) for piece in generation.take()]
 
-        async with _Watched(self, generation, on_tokens, keepalive):
+        async with _Reading(self, generation, render, keepalive):
             try:
-                await asyncio.create_task(self._pump(generation))
+                await asyncio.create_task(self._write_events(generation))
                 await self._write(writer.closing())
             except ApiError as error:
                 if not self.status:
@@ -127,19 +133,19 @@ class Call:
                 await self._write(writer.failed(error))
         await self.send({"type": "http.response.body", "body": b""})
 
-    async def _pump(self, generation: Generation) -> None:
-        """Write events as `on_tokens` makes them. A task of its own: to be woken for each token costs more, the more
-        coroutines wait for each other."""
-        send, more = self.send, generation.job.more
+    async def _write_events(self, generation: Generation) -> None:
+        """Send the events that `render` has made. This is a task of its own: a wake-up for each token costs more, the
+        more coroutines wait for each other."""
+        send, rendered = self.send, generation.job.rendered
         while generation.open:
-            events = await more()
+            events = await rendered()
             if not self.status:
                 self.status = 200
                 await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM, *self._headers]})
             for event in events:
                 if event:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
-            if generation.job.news:  # there is more of it, and others have their turn first
+            if generation.job.news:  # there is more already, but other requests have their turn first
                 await asyncio.sleep(0)
 
     async def _write(self, event: bytes) -> None:
@@ -150,17 +156,17 @@ def _nothing() -> None:
     pass
 
 
-class _Watched:
-    """While a generation runs: `on_tokens` is asked for what has come of it, the client's leaving ends it, and long
-    silence is told."""
+class _Reading:
+    """A request reads a generation: its job calls `render` for news, a client that leaves ends it, and after
+    `keepalive` seconds without news `render` is called for a sign of life."""
 
     def __init__(
-        self, call: Call, generation: Generation, on_tokens: Callable[[], Any], keepalive: float | None = None
+        self, call: Call, generation: Generation, render: Callable[[], Any], keepalive: float | None = None
     ) -> None:
         self._call = call
         self._generation = generation
         self._job = generation.job
-        self._job.on_tokens = on_tokens
+        self._job.render = render
         self._job.holds = call.scope.get(HOLDS, self._job.holds)
         self._keepalive = keepalive
         self._timer: asyncio.TimerHandle | None = None
@@ -173,7 +179,7 @@ class _Watched:
 
     async def __aexit__(self, *_: object) -> None:
         self._generation.close()
-        self._job.on_tokens = _nothing  # it knows the job, and nobody waits for a garbage collector
+        self._job.render = _nothing  # `render` refers to the job: without that, no garbage collector has to free them
         if self._timer is not None:
             self._timer.cancel()
         self._task.cancel()
@@ -181,7 +187,7 @@ class _Watched:
             await self._task
 
     def _tick(self) -> None:
-        """Once every so often: if nothing has come since the last time, something is sent all the same."""
+        """Every `keepalive` seconds: if nothing has come since the last time, a comment is sent."""
         assert self._keepalive is not None
         now = time.monotonic()
         if now - self._job.since >= self._keepalive * 0.9:
@@ -189,6 +195,11 @@ class _Watched:
             self._job.since = now
             self._job.wake()
         self._timer = asyncio.get_running_loop().call_later(self._keepalive, self._tick)
+
+
+def new_id(prefix: str) -> str:
+    """Of a request or an answer."""
+    return f"{prefix}-{secrets.token_hex(12)}"
 
 
 def event(value: Any) -> bytes:
@@ -204,9 +215,11 @@ def named_event(name: str, value: Any) -> bytes:
 def query_texts(call: Call, name: str) -> list[str]:
     """All values of a field of the query."""
     try:
-        given = parse_qs(call.scope["query_string"].decode("latin-1"), keep_blank_values=True, max_num_fields=16)
+        given = parse_qs(
+            call.scope["query_string"].decode("latin-1"), keep_blank_values=True, max_num_fields=MAX_QUERY_FIELDS
+        )
     except ValueError:
-        raise bad(name, "the query has more than 16 fields") from None
+        raise bad(name, f"the query has more than {MAX_QUERY_FIELDS} fields") from None
     return given.get(name, [])
 
 

@@ -1,9 +1,9 @@
-"""A server's life: it listens at once, serves when the engine is ready, and ends cleanly, whatever ends it.
+"""The life of a server: it listens at once, serves when the engine is ready, and ends cleanly, whatever ends it.
 
 start     listening, /health 503 --> engine loaded --> ready; a model or flag that is refused: exit 2
-SIGTERM   nobody new; who runs may end within --drain-seconds; the rest is cut with an error; exit 0
-again     ends at once
-engine    dead: every stream ends with an error, exit 1; or, with --restart, it is started again
+SIGTERM   no new requests; running ones may end within --drain-seconds; the rest is cut with an error; exit 0
+again     the server ends at once
+engine    dead: every stream ends with an error, exit 1; or, with --restart, the engine is started again
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ import uvicorn
 
 from .app import App
 from .config import ServerConfig
-from .defaults import generation_defaults
+from .connection import limited_protocol
 from .errors import ApiError, engine_down
 from .frontend import Serving, Source
-from .http_limits import limited_protocol
 from .observe.logs import Recent, RequestLog, set_up, status_line
 from .observe.metrics import Metrics
 from .observe.record import TraceRecorder
+from .parameters import generation_defaults
 from .process.engine_client import EngineClient, EngineRefused
 from .process.messages import Ready, Settings
 from .text.template import ChatTemplate, find_template
@@ -40,22 +40,22 @@ from .text.tokens import AsyncTokenizer
 from .text.tools import guess_parser
 
 log = logging.getLogger("sapwood")
-_CUT = 2.0  # seconds for streams that are cut to tell so
-_GARBAGE = 20_000  # objects made since the last collection: a step of many streams makes thousands, and no cycles
-_BACKOFF = (1.0, 2.0, 5.0, 15.0, 60.0)  # seconds before an engine that died is started again
+_CUT_SECONDS = 2.0  # for streams that are cut to write their error
+_GARBAGE_OBJECTS = 20_000  # between two collections: a step of many streams makes thousands, and no cycles
+_BACKOFF_SECONDS = (1.0, 2.0, 5.0, 15.0, 60.0)  # before an engine that died is started again
 
 
 async def run(
     config: ServerConfig, flags: dict[str, Any], factory: str, socket: sockets.socket, secret: bytes | None
 ) -> int:
-    """Until it ends. The status to exit with."""
+    """Run a server until it ends. Returns the exit status."""
     set_up(config.log_format, config.log_level)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     return await _Server(config, flags, factory, socket, secret).run()
 
 
 class _Uvicorn(uvicorn.Server):
-    """Signals are ours."""
+    """Leaves signals to `_Server`."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -80,7 +80,7 @@ class _Server:
         self._stopping = asyncio.Event()
         self._signals = 0
         self._status = 0
-        self._death = asyncio.Event()  # of the engine
+        self._death = asyncio.Event()  # the engine has died
         self._restarts = 0
         self.recent = Recent()
 
@@ -101,9 +101,9 @@ class _Server:
             loop.add_signal_handler(each, self._signal, each)
         server = _Uvicorn(self._uvicorn())
         serving = asyncio.create_task(server.serve(sockets=[self.socket]))
-        self._say_where()
-        starting = asyncio.create_task(self._live())
-        status = asyncio.create_task(self._say_status())
+        self._log_address()
+        starting = asyncio.create_task(self._keep_engine())
+        status = asyncio.create_task(self._log_status())
         await asyncio.wait([asyncio.create_task(self._stopping.wait()), serving], return_when=asyncio.FIRST_COMPLETED)
         for task in (starting, status):
             task.cancel()
@@ -139,8 +139,8 @@ class _Server:
 
     # ---- the start
 
-    async def _live(self) -> None:
-        """Engines, one after the other. The first one must come up; one that follows is tried until it does."""
+    async def _keep_engine(self) -> None:
+        """One engine after the other. The first one must come up; each that follows is started until it does."""
         status = await self._started()
         if status:
             self._end(status)
@@ -152,14 +152,14 @@ class _Server:
                 return
             up = False
             while not up:
-                wait = _BACKOFF[min(self._restarts, len(_BACKOFF) - 1)]
+                wait = _BACKOFF_SECONDS[min(self._restarts, len(_BACKOFF_SECONDS) - 1)]
                 self._restarts += 1
                 log.info("starting the engine again in %.0f s", wait)
                 await asyncio.sleep(wait)
                 up = await self._started_again()
 
     async def _started(self) -> int:
-        """0, or the status to exit with."""
+        """Start the first engine. Returns 0, or the exit status."""
         try:
             await self._bring_up()
         except EngineRefused as problem:
@@ -174,7 +174,7 @@ class _Server:
         return 0
 
     async def _started_again(self) -> bool:
-        """An engine that is there and of no use is gone by then."""
+        """Start another engine. One that came up without all that requests need is ended."""
         try:
             await self._bring_up()
         except Exception as problem:
@@ -185,44 +185,47 @@ class _Server:
         return True
 
     async def _bring_up(self) -> None:
-        """An engine, and all else that the next request needs. Only then is the server ready."""
+        """Start an engine, and make all else that the next request needs. Only then is the server ready."""
         began, serving, config = time.monotonic(), self.serving, self.config
         serving.ready = False
         self._death.clear()
         ready = await self.link.start()
         self.link.does("reading the tokenizer")
         loop = asyncio.get_running_loop()
-        serving.tokens, serving.template, serving.defaults = await loop.run_in_executor(None, _read, ready, config)
-        if not serving.names:
-            serving.names.append(self._name(ready))
+        tokens, template, defaults = await loop.run_in_executor(None, _read_files, ready, config)
+        serving.prompts.tokens, serving.prompts.template, serving.parameters.defaults = tokens, template, defaults
+        if not serving.models.names:
+            serving.models.names.append(self._name(ready))
         parser = config.tool_call_parser
-        guessed = guess_parser(serving.template.text) if serving.template is not None else None
+        guessed = guess_parser(template.text) if template is not None else None
         serving.tool_parser = (guessed or "hermes") if parser == "auto" else None if parser == "none" else parser
         await self._load_adapters(ready)
-        self.metrics = self.metrics or Metrics(serving.names[0], {**ready.facts, "max_model_len": ready.max_model_len})
+        self.metrics = self.metrics or Metrics(
+            serving.models.names[0], {**ready.facts, "max_model_len": ready.max_model_len}
+        )
         self.app.watchers = [self.metrics.finished, RequestLog().finished]
         if config.record_trace is not None:
             self.recorder = self.recorder or TraceRecorder(config.record_trace, config.record_trace_bytes, None)
             self.app.watchers.append(self.recorder.finished)
         gc.collect()
-        gc.freeze()  # what was loaded stays: collections look at requests alone
-        gc.set_threshold(_GARBAGE, 10, 10)
+        gc.freeze()  # what was loaded stays: collections go over objects of requests alone
+        gc.set_threshold(_GARBAGE_OBJECTS, 10, 10)
         if self.link.down is not None:
             raise engine_down(self.link.down)
         self.link.does("serving")
         serving.ready = True
-        self._say_ready(ready, began)
+        self._log_ready(ready, began)
 
     async def _load_adapters(self, ready: Ready) -> None:
-        """Those that were asked for at the start, in which nothing may be wrong. For an engine that was started again:
-        all that its predecessor had, and what cannot be read any more is left out."""
-        serving, first = self.serving, self.metrics is None
+        """For the first engine the adapters of --lora-modules, which must all be good. For a later one all that its
+        predecessor had; an adapter that cannot be read any more is left out."""
+        models, first = self.serving.models, self.metrics is None
         for name, where, parent in self.config.adapters if first else ():
-            serving.sources[name] = Source(where)
+            models.sources[name] = Source(where)
             if parent is not None:
-                serving.parents[name] = parent
+                models.parents[name] = parent
         found = dict(ready.adapters)
-        for name, source in serving.sources.copy().items():
+        for name, source in models.sources.copy().items():
             self.link.does(f"loading adapter {name}")
             try:
                 found[name] = await self.link.load_adapter(name, *source)
@@ -232,21 +235,20 @@ class _Server:
                 if first:
                     raise EngineRefused(f"adapter {name}: {error}") from None
                 log.error("adapter %s is not there any more: %s", name, error)
-        for name in serving.adapters.keys() - found.keys():
-            for known in (serving.adapters, serving.sources, serving.parents):
-                known.pop(name, None)
-        serving.adapters.update(found)
+        for name in models.adapters.keys() - found.keys():
+            models.forget(name)
+        models.adapters.update(found)
 
     def _name(self, ready: Ready) -> str:
-        """As it was asked for. Of a path the last part is shown; requests may use either."""
-        asked: str = self.flags.get("model") or ready.facts.get("name") or "default"
-        self.serving.given_name = asked
-        return Path(asked).name or asked if asked.startswith(("/", "~")) else asked
+        """The name of the model, as it was given. Of a path answers show the last part; requests may use either."""
+        given: str = self.flags.get("model") or ready.facts.get("name") or "default"
+        self.serving.models.given_name = given
+        return Path(given).name or given if given.startswith(("/", "~")) else given
 
-    def _say_where(self) -> None:
+    def _log_address(self) -> None:
         config = self.config
-        where = config.uds or self._url()
-        log.info("listening on %s; not ready before the model is loaded", where)
+        address = config.uds or self._url()
+        log.info("listening on %s; not ready before the model is loaded", address)
         if config.uds is None and not config.keys and config.host not in ("127.0.0.1", "localhost", "::1"):
             log.warning(
                 "listening on %s without an API key: whoever reaches this port may use the model (--api-key)",
@@ -258,14 +260,14 @@ class _Server:
         scheme = "https" if self.config.ssl_certfile else "http"
         return f"{scheme}://{f'[{host}]' if ':' in str(host) else host}:{port}"
 
-    def _say_ready(self, ready: Ready, began: float) -> None:
+    def _log_ready(self, ready: Ready, began: float) -> None:
         log.info("store: %s", ready.facts["store"] or "none")
-        seconds = ", ".join(f"{what} {spent:.1f}" for what, spent in self.link.spent.items() if spent >= 0.05)
+        seconds = ", ".join(f"{name} {spent:.1f}" for name, spent in self.link.spent.items() if spent >= 0.05)
         log.info(
             "ready in %.1f s%s: %s, %s tokens of context",
             time.monotonic() - (began if self._restarts else self.began),
             f" ({seconds})" if seconds else "",
-            self.serving.names[0],
+            self.serving.models.names[0],
             f"{ready.max_model_len:,}",
         )
         if self.config.uds is None and not self._restarts:
@@ -301,13 +303,13 @@ class _Server:
         self._stopping.set()
 
     async def _drain(self) -> None:
-        """Let those who run end; then tell the rest that they will not."""
+        """Let running requests end for a while; then cut the rest, which get an error."""
         if self.link.down is None:
             until = time.monotonic() + self.config.drain_seconds
             while self.app.calls and time.monotonic() < until:
                 await asyncio.sleep(0.02)
             self.link.cut("the server is stopping")
-        until = time.monotonic() + _CUT
+        until = time.monotonic() + _CUT_SECONDS
         while self.app.calls and time.monotonic() < until:
             await asyncio.sleep(0.01)
 
@@ -326,7 +328,7 @@ class _Server:
         with contextlib.suppress(Exception):
             stats = await asyncio.wait_for(self.link.ask("stats"), 2.0)
         live, waiting = len(self.link.lanes), self.link.waiting
-        if stats is not None:  # then it is known who is computed before his first token
+        if stats is not None:  # then samples that are computed before their first token are known
             waiting = max(0, live - stats["prefilling"] - stats["decoding"])
         for call in self.app.calls:
             if call.generation is not None:
@@ -334,7 +336,7 @@ class _Server:
         held = self.protocol.inflight.used
         return await asyncio.to_thread(self.metrics.render, stats, live - waiting, waiting, held)
 
-    async def _say_status(self) -> None:
+    async def _log_status(self) -> None:
         every = self.config.status_seconds
         if not every:
             return
@@ -352,8 +354,10 @@ class _Server:
                 log.info("%s", status_line(stats, running, waiting, self.recent.take(stats, self.link.generated)))
 
 
-def _read(ready: Ready, config: ServerConfig) -> tuple[AsyncTokenizer | None, ChatTemplate | None, dict[str, Any]]:
-    """What the API needs of a model's files. A disk may be slow: not for the event loop."""
+def _read_files(
+    ready: Ready, config: ServerConfig
+) -> tuple[AsyncTokenizer | None, ChatTemplate | None, dict[str, Any]]:
+    """What the API process needs of a model's files. A disk may be slow: this is no work for the event loop."""
     path = ready.facts.get("tokenizer")
     tokens = None if path is None else AsyncTokenizer(path)
     template = None if path is None else find_template(ready.model, config.chat_template)

@@ -1,4 +1,4 @@
-"""The socket a server listens on, or a plain word why it cannot."""
+"""The socket that a server listens on, or a plain message why it cannot."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import stat
 from sapwood.cache import whole_number
 
 BACKLOG = 2048
-_MOST_PATH = 107  # bytes of a unix socket's path, on Linux
+MAX_SOCKET_PATH_BYTES = 107  # of a Unix socket, on Linux
 
 
 class ServeError(ValueError):
-    """The server cannot start, and what to do about it."""
+    """The server cannot listen. The message says what to do about it."""
 
 
 def open_socket(host: str, port: int, uds: str | None = None) -> socket.socket:
-    """A socket that listens on a host and port (0: any free one), or on a path. It listens already, since only then is
-    the port really ours: two sockets that do not listen may share it. Clients wait until the server accepts."""
+    """A socket that listens on a host and port (0: any free one), or on a path. It listens already, since only then the
+    port is really ours: two sockets that do not listen may share one. Clients wait until the server accepts."""
     if uds is not None:
         return _open_path(uds)
     whole_number("port", port, 0, 65535)
@@ -30,7 +30,9 @@ def open_socket(host: str, port: int, uds: str | None = None) -> socket.socket:
         raise ServeError(
             f"host {host!r:.60} is not known here: give --host 127.0.0.1 for this machine alone, 0.0.0.0 for everybody"
         ) from None
-    found.sort(key=lambda address: address[0] != socket.AF_INET)  # "localhost" is both; so is everybody
+    found.sort(
+        key=lambda address: address[0] != socket.AF_INET
+    )  # "localhost" has both families, and so has an empty host
     family, _, _, _, address = found[0]
     try:
         return _listen(family, address)
@@ -57,7 +59,7 @@ def _listen(family: int, address: object) -> socket.socket:
         if family != socket.AF_UNIX:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # "::" is everybody
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # "::" listens on IPv4 too
         sock.bind(address)  # type: ignore[arg-type]
         sock.listen(BACKLOG)
     except BaseException:
@@ -68,8 +70,8 @@ def _listen(family: int, address: object) -> socket.socket:
 
 
 def _open_path(path: str) -> socket.socket:
-    if not 0 < len(os.fsencode(path)) <= _MOST_PATH or "\0" in path:
-        raise ServeError(f"uds must be a path of 1 to {_MOST_PATH} bytes, got {path!r:.60}")
+    if not 0 < len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES or "\0" in path:
+        raise ServeError(f"uds must be a path of 1 to {MAX_SOCKET_PATH_BYTES} bytes, got {path!r:.60}")
     try:
         if os.path.lexists(path):
             _remove_stale(path)
@@ -79,7 +81,7 @@ def _open_path(path: str) -> socket.socket:
 
 
 def _remove_stale(path: str) -> None:
-    """Takes away what a server that was killed has left; ServeError if it is something else."""
+    """Remove the socket that a killed server has left. ServeError if the path is something else, or in use."""
     if not stat.S_ISSOCK(os.lstat(path).st_mode):
         raise ServeError(f"uds {path!r:.120} is a file that is no socket: give another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -90,5 +92,5 @@ def _remove_stale(path: str) -> None:
             os.unlink(path)
             return
         except TimeoutError:
-            pass  # somebody has it, and is busy
+            pass  # a busy server has it
     raise ServeError(f"uds {path!r:.120} is in use: stop the other server, or give another path")

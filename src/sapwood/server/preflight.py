@@ -1,5 +1,5 @@
-"""What cannot work of a server, found before anything is loaded: files, folders and addresses that its flags name. A
-ValueError names the flag."""
+"""Files, folders and addresses that flags name and that cannot work, found before anything is loaded. A ValueError
+names the flag."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pathlib import Path
 from sapwood.engine.loading.model_files import read_json
 
 from .config import ServerConfig
-from .defaults import generation_defaults
+from .listen import MAX_SOCKET_PATH_BYTES
+from .parameters import generation_defaults
 from .process.kv_events_config import KVEventsConfig
-from .text.template import asked_template, find_template
+from .text.template import find_template, given_template
 
-_MOST_PATH = 107  # bytes of a socket's path, on Linux
-_OURS = len("/sapwood-01234567/engine")
+_SOCKET_NAME_BYTES = len("/sapwood-01234567/engine")  # behind the temporary directory
 
 
-def check_server(config: ServerConfig, folder: Path | None, speaks: bool) -> None:
-    """`folder`: of the model, if it is one here; `speaks`: it has a tokenizer, and so a template."""
+def check_server(config: ServerConfig, folder: Path | None, has_tokenizer: bool) -> None:
+    """`folder`: of the model, if it is one on this machine. A model without a tokenizer has no template either."""
     if config.chat_template is not None:
-        asked_template(config.chat_template, {})
-    elif folder is not None and speaks:
+        given_template(config.chat_template, {})
+    elif folder is not None and has_tokenizer:
         find_template(str(folder), None)
     _check_defaults(config.generation_config, folder)
     for name, path, _ in config.adapters:
@@ -34,19 +34,19 @@ def check_server(config: ServerConfig, folder: Path | None, speaks: bool) -> Non
     if config.kv_events_config is not None:
         _check_endpoints(KVEventsConfig.from_json(config.kv_events_config))
     place = tempfile.gettempdir()
-    if len(os.fsencode(place)) + _OURS > _MOST_PATH:
+    if len(os.fsencode(place)) + _SOCKET_NAME_BYTES > MAX_SOCKET_PATH_BYTES:
         raise ValueError(f"the path of the temporary directory is too long for sockets: set TMPDIR, got {place!r:.200}")
 
 
-def _check_defaults(asked: str, folder: Path | None) -> None:
-    if asked in ("auto", "none", "vllm"):
+def _check_defaults(source: str, folder: Path | None) -> None:
+    if source in ("auto", "none", "vllm"):
         if folder is not None:
-            generation_defaults(str(folder), asked)
+            generation_defaults(str(folder), source)
         return
-    if not (Path(asked) / "generation_config.json").is_file():
-        said = "auto, none or a folder with a generation_config.json"
-        raise ValueError(f"generation_config must be {said}, got {asked!r:.200}")
-    generation_defaults("", asked)
+    if not (Path(source) / "generation_config.json").is_file():
+        kinds = "auto, none or a folder with a generation_config.json"
+        raise ValueError(f"generation_config must be {kinds}, got {source!r:.200}")
+    generation_defaults("", source)
 
 
 def _check_adapter(name: str, path: Path) -> None:
@@ -69,8 +69,8 @@ def _check_tls(config: ServerConfig) -> None:
     try:
         context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password)
     except OSError as error:  # SSLError is one
-        said = "ssl_certfile and ssl_keyfile must be a certificate and its key"
-        raise ValueError(f"{said}, got {config.ssl_certfile!r:.200}: {error}") from None
+        wanted = "ssl_certfile and ssl_keyfile must be a certificate and its key"
+        raise ValueError(f"{wanted}, got {config.ssl_certfile!r:.200}: {error}") from None
     try:
         if config.ssl_ca_certs is not None:
             context.load_verify_locations(config.ssl_ca_certs)
@@ -85,7 +85,7 @@ def _check_trace(path: Path) -> None:
 
 
 def _check_endpoints(config: KVEventsConfig) -> None:
-    """Those that the publisher will bind, bound for a moment: it does so when the model is loaded."""
+    """Bind for a moment the endpoints that the publisher will bind once the model is loaded."""
     if not config.active:
         return
     import zmq

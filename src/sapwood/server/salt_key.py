@@ -1,9 +1,9 @@
-"""The secret that salts are made with from API keys. A salt goes where a key must not: its digest is in KV events, and
-who may read those must not be able to try keys against it.
+"""The secret with which salts are made of API keys. A salt goes where a key must not: its digest is in KV events, and a
+reader of these must not be able to try keys against it.
 
-The secret is in a file that is made once. Servers that are to find each other's pages in a store need the same one, so
-it lies in the store's folder, where all servers of a store of files find it; for other stores it lies in the user's
-cache folder, and servers elsewhere are given a copy (--salt-key-file).
+The secret is in a file that is made once. Servers that share the pages of a store need the same secret. So it lies in
+the folder of a store of files, where all servers of the store find it; for other stores it lies in the user's cache
+folder, and servers on other machines are given a copy (--salt-key-file).
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from sapwood.engine.flags import folder_of_store
 from sapwood.engine.loading.usercache import cache_folder
 
 log = logging.getLogger(__name__)
-_NAME = "sapwood-store-salt-key"  # in a store's folder, where other names are none of a store's
-_LEAST = 32  # bytes
-_MOST = 4096
+_NAME = "sapwood-store-salt-key"  # in a store's folder, where no page has such a name
+_MIN_BYTES, _MAX_BYTES = 32, 4096  # of the secret
 
 
 def salt_of(secret: bytes, key: str) -> str:
@@ -31,12 +30,12 @@ def salt_of(secret: bytes, key: str) -> str:
 
 
 def salt_key(given: str | None, store: str | None) -> bytes:
-    """The secret: from the file that was given, else from that of the store; without a store, nobody else needs it.
-    ValueError with what to do if there is none that can be trusted."""
+    """The secret: from the given file, else from that of the store; without a store, one of this server alone.
+    ValueError, with what to do, if there is no secret that can be trusted."""
     if given is not None:
         return _read(Path(given))
     if store is None or store.removeprefix("faulty+").startswith("memory:"):
-        return secrets.token_bytes(_LEAST)
+        return secrets.token_bytes(_MIN_BYTES)
     folder = folder_of_store(store)
     try:
         if folder is not None:
@@ -52,11 +51,11 @@ def salt_key(given: str | None, store: str | None) -> bytes:
 
 
 def _make(path: Path) -> None:
-    """The file appears with all of its content or not at all, and of several who make it the first one wins."""
+    """Make the file. It appears with its whole content or not at all; of several makers the first one wins."""
     part = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_hex(_LEAST) + "\n")
+            file.write(secrets.token_hex(_MIN_BYTES) + "\n")
             file.flush()
             os.fsync(file.fileno())
         with contextlib.suppress(FileExistsError):
@@ -75,11 +74,11 @@ def _read(path: Path) -> bytes:
                 raise ValueError(f"salt key {path} can be changed by others: chmod 600")
             if found.st_mode & (stat.S_IRGRP | stat.S_IROTH):
                 log.warning("salt key %s can be read by others: chmod 600", path)
-            secret = file.read(_MOST).strip()
+            secret = file.read(_MAX_BYTES).strip()
     except OSError as error:
         raise ValueError(
             f"salt key {path} cannot be read: {error.strerror}; give another file (--salt-key-file)"
         ) from None
-    if len(secret) < _LEAST:
-        raise ValueError(f"salt key {path} must hold {_LEAST} bytes or more, as `openssl rand -hex 32` writes them")
+    if len(secret) < _MIN_BYTES:
+        raise ValueError(f"salt key {path} must hold {_MIN_BYTES} bytes or more, as `openssl rand -hex 32` writes them")
     return secret

@@ -1,1 +1,1 @@
-"""The APIs: what clients send, field by field, and what they are answered."""
+"""The APIs: the fields of their requests, and their answers."""

@@ -1,4 +1,4 @@
-"""Everything that does not generate: models and adapters, tokens and text, and what the cache holds and says."""
+"""Endpoints that generate nothing: models and adapters, tokens and text, the cache."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from ..errors import ApiError, bad, without_paths
 from ..frontend import Serving, Source
 from ..generation import Prompt
 from ..http import Call, query_number, query_text
+from ..limits import MAX_ADAPTER_NAME_CHARACTERS, MAX_ADAPTERS, MAX_TREE_NODES
 from ..text.answer_parts import read_tools
 from .schemas import DetokenizeRequest, ExplainRequest, LoadAdapter, TokenizeRequest, UnloadAdapter, parse
 
-_NAME = re.compile(r"[\w./:@+-]{1,200}")
-MOST_NODES = 10_000
-_MOST_ADAPTERS = 4096
+_NAME = re.compile(rf"[\w./:@+-]{{1,{MAX_ADAPTER_NAME_CHARACTERS}}}")
 TIERS = ("device,host", "all")
 
 
@@ -24,21 +23,22 @@ TIERS = ("device,host", "all")
 
 
 def _shown(serving: Serving, name: str, root: str | None = None) -> dict[str, Any]:
-    model = serving.names[0]
+    model = serving.models.names[0]
     return {
         "id": name,
         "object": "model",
-        "created": serving.created,
+        "created": serving.models.created,
         "owned_by": "sapwood",
         "root": root or model,
-        "parent": serving.parents.get(name, model) if root is not None else None,
-        "max_model_len": serving.limit if root is None else None,
+        "parent": serving.models.parents.get(name, model) if root is not None else None,
+        "max_model_len": serving.prompts.limit if root is None else None,
     }
 
 
 def _models(serving: Serving, admin: bool) -> list[dict[str, Any]]:
-    base = [_shown(serving, name) for name in serving.names]
-    roots = {name: serving.sources.get(name, Source(name)).shown(admin) for name in serving.adapters}
+    base = [_shown(serving, name) for name in serving.models.names]
+    sources = serving.models.sources
+    roots = {name: sources.get(name, Source(name)).shown(admin) for name in serving.models.adapters}
     return base + [_shown(serving, name, root) for name, root in roots.items()]
 
 
@@ -48,31 +48,32 @@ async def models(serving: Serving, call: Call) -> None:
 
 async def one_model(serving: Serving, call: Call) -> None:
     name = call.scope["path_params"]["name"]
-    model = serving.model(name).name
+    model = serving.models.find(name).name
     known = {each["id"]: each for each in _models(serving, call.caller.admin)}
     await call.json(known.get(name) or known[model])
 
 
 async def load_adapter(serving: Serving, call: Call) -> None:
-    asked = parse(await call.body(), LoadAdapter)
-    if not _NAME.fullmatch(asked.lora_name):
-        raise bad("lora_name", f"lora_name must be 1 to 200 letters, digits and ./:@+-, got {asked.lora_name!r:.60}")
-    if asked.lora_name in serving.names:
-        raise bad("lora_name", f"lora_name {asked.lora_name!r} is the model's own name")
-    if len(serving.adapters) >= _MOST_ADAPTERS:
-        raise bad("lora_name", f"{_MOST_ADAPTERS} adapters are loaded already: unload one first")
-    source = Source(asked.lora_path, _lora_root(serving))
-    if "\0" in asked.lora_path:
+    request = parse(await call.body(), LoadAdapter)
+    if not _NAME.fullmatch(request.lora_name):
+        good = f"1 to {MAX_ADAPTER_NAME_CHARACTERS} letters, digits and ./:@+-"
+        raise bad("lora_name", f"lora_name must be {good}, got {request.lora_name!r:.60}")
+    if request.lora_name in serving.models.names:
+        raise bad("lora_name", f"lora_name {request.lora_name!r} is the model's own name")
+    if len(serving.models.adapters) >= MAX_ADAPTERS:
+        raise bad("lora_name", f"{MAX_ADAPTERS} adapters are loaded already: unload one first")
+    source = Source(request.lora_path, _lora_root(serving))
+    if "\0" in request.lora_path:
         raise bad("lora_path", "lora_path must be a path")
     try:
-        digest = await serving.link.load_adapter(asked.lora_name, *source)
+        digest = await serving.link.load_adapter(request.lora_name, *source)
     except ApiError as error:
         if not call.caller.admin:
             error.message = without_paths(error.message)
         raise
-    serving.adapters[asked.lora_name] = digest
-    serving.sources[asked.lora_name] = source
-    await call.json({"status": "ok", "message": f"adapter {asked.lora_name!r} is loaded", "digest": digest.hex()})
+    serving.models.adapters[request.lora_name] = digest
+    serving.models.sources[request.lora_name] = source
+    await call.json({"status": "ok", "message": f"adapter {request.lora_name!r} is loaded", "digest": digest.hex()})
 
 
 def _lora_root(serving: Serving) -> str:
@@ -85,54 +86,54 @@ def _lora_root(serving: Serving) -> str:
 
 
 async def unload_adapter(serving: Serving, call: Call) -> None:
-    asked = parse(await call.body(), UnloadAdapter)
+    request = parse(await call.body(), UnloadAdapter)
     if not (serving.link.ready and serving.link.ready.facts.get("max_loras")):
         raise ApiError(400, "this server was started without --enable-lora", "no_lora")
-    if asked.lora_name not in serving.adapters:
-        raise ApiError(404, f"there is no adapter {asked.lora_name!r:.200} here", "no_adapter", "lora_name")
-    del serving.adapters[asked.lora_name]
-    for known in (serving.sources, serving.parents):
-        known.pop(asked.lora_name, None)
-    await serving.link.ask("unload_adapter", name=asked.lora_name)
-    await call.json({"status": "ok", "message": f"adapter {asked.lora_name!r} is gone; requests that run with it end"})
+    if request.lora_name not in serving.models.adapters:
+        raise ApiError(404, f"there is no adapter {request.lora_name!r:.200} here", "no_adapter", "lora_name")
+    serving.models.forget(request.lora_name)
+    await serving.link.ask("unload_adapter", name=request.lora_name)
+    message = f"adapter {request.lora_name!r} is gone; requests that run with it end"
+    await call.json({"status": "ok", "message": message})
 
 
 # ---- tokens
 
 
 async def tokenize(serving: Serving, call: Call) -> None:
-    asked = parse(await call.body(), TokenizeRequest)
-    serving.model(asked.model)
-    prompt = await _prompt(serving, asked)
-    told: dict[str, Any] = {"count": len(prompt.ids), "max_model_len": serving.limit, "tokens": prompt.ids.tolist()}
-    if asked.return_token_strs:
-        texts = serving.tokenizer()
-        name = texts.tokenizer.id_to_token
-        told["token_strs"] = await texts.run(lambda: [name(token) for token in told["tokens"]])
-    await call.json(told)
+    request = parse(await call.body(), TokenizeRequest)
+    serving.models.find(request.model)
+    prompt = await _prompt(serving, request)
+    ids = prompt.ids.tolist()
+    answer: dict[str, Any] = {"count": len(ids), "max_model_len": serving.prompts.limit, "tokens": ids}
+    if request.return_token_strs:
+        tokens = serving.prompts.tokenizer()
+        name = tokens.tokenizer.id_to_token
+        answer["token_strs"] = await tokens.run(lambda: [name(token) for token in ids])
+    await call.json(answer)
 
 
 async def detokenize(serving: Serving, call: Call) -> None:
-    asked = parse(await call.body(), DetokenizeRequest)
-    serving.model(asked.model)
-    texts = serving.tokenizer()
-    serving.known_tokens("tokens", asked.tokens)
-    await call.json({"prompt": await texts.decode_long(asked.tokens)})
+    request = parse(await call.body(), DetokenizeRequest)
+    serving.models.find(request.model)
+    tokens = serving.prompts.tokenizer()
+    serving.prompts.known_tokens("tokens", request.tokens)
+    await call.json({"prompt": await tokens.decode_long(request.tokens)})
 
 
-async def _prompt(serving: Serving, asked: TokenizeRequest | ExplainRequest) -> Prompt:
-    if (asked.prompt is None) == (asked.messages is None):
+async def _prompt(serving: Serving, request: TokenizeRequest | ExplainRequest) -> Prompt:
+    if (request.prompt is None) == (request.messages is None):
         raise bad("prompt", "give either prompt or messages")
-    if asked.prompt is not None:
-        return await serving.prompt(asked.prompt, asked.add_special_tokens is not False)
-    tools = read_tools(asked.tools, None, None)
-    return await serving.conversation(
-        asked.messages or [],
+    if request.prompt is not None:
+        return await serving.prompts.given(request.prompt, request.add_special_tokens is not False)
+    tools = read_tools(request.tools, None, None)
+    return await serving.prompts.conversation(
+        request.messages or [],
         tools=tools.shown,
-        add_generation_prompt=asked.add_generation_prompt,
-        continue_final_message=asked.continue_final_message,
-        more=asked.chat_template_kwargs,
-        add_special_tokens=bool(asked.add_special_tokens),
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        variables=request.chat_template_kwargs,
+        add_special_tokens=bool(request.add_special_tokens),
     )
 
 
@@ -142,7 +143,7 @@ async def _prompt(serving: Serving, asked: TokenizeRequest | ExplainRequest) -> 
 async def cache_stats(serving: Serving, call: Call) -> None:
     stats = await serving.link.ask("stats")
     if not call.caller.admin:
-        stats["cache"].pop("namespaces", None)  # what others do
+        stats["cache"].pop("namespaces", None)  # of other clients
         stats.pop("live_adapters", None)
         store = stats["tiers"].get("store") or {}
         store.get("process", {}).pop("pid", None)
@@ -154,13 +155,13 @@ async def cache_stats(serving: Serving, call: Call) -> None:
 
 
 async def cache_explain(serving: Serving, call: Call) -> None:
-    """How much of a prompt would be served now, and why no more."""
-    asked = parse(await call.body(), ExplainRequest)
-    model = serving.model(asked.model)
-    prompt = await _prompt(serving, asked)
-    if len(prompt.ids) > serving.limit:
-        raise serving.too_long(len(prompt.ids))
-    salt = serving.salt(asked.cache_salt, call.caller)
+    """How much of a prompt the cache would serve now, and why no more."""
+    request = parse(await call.body(), ExplainRequest)
+    model = serving.models.find(request.model)
+    prompt = await _prompt(serving, request)
+    if len(prompt.ids) > serving.prompts.limit:
+        raise serving.prompts.too_long(len(prompt.ids))
+    salt = serving.parameters.salt(request.cache_salt, call.caller)
     found = await serving.link.ask(
         "explain",
         tokens=np.ascontiguousarray(prompt.ids, np.int32).tobytes(),
@@ -168,25 +169,25 @@ async def cache_explain(serving: Serving, call: Call) -> None:
         salt=salt,
         admin=call.caller.admin,
     )
-    told = {"prompt_tokens": len(prompt.ids), **found}
+    answer = {"prompt_tokens": len(prompt.ids), **found}
     if found["reason"] != "hit":
-        told |= serving.around(prompt, found["position"])
-    await call.json(told)
+        answer |= serving.prompts.text_around(prompt, found["position"])
+    await call.json(answer)
 
 
 async def cache_tree(serving: Serving, call: Call) -> None:
-    most = query_number(call, "limit", 1000, MOST_NODES)
+    most = query_number(call, "limit", 1000, MAX_TREE_NODES)
     tree = await serving.link.ask("tree", most=most)
-    if serving.tokens is not None:
+    if serving.prompts.tokens is not None:
         for node in tree["nodes"]:
-            node["text"] = serving.tokens.decode(node["first_tokens"])
+            node["text"] = serving.prompts.tokens.decode(node["first_tokens"])
     await call.json(tree)
 
 
 async def reset_prefix_cache(serving: Serving, call: Call) -> None:
-    """Forget what is cached. Nobody waits for it: requests that run go on, and keep what they read until they end."""
+    """Forget what is cached. This waits for nothing: running requests go on, and keep what they read until they end."""
     tiers = query_text(call, "tiers", TIERS[0])
     if tiers not in TIERS:
         raise bad("tiers", f"tiers must be {' or '.join(TIERS)}, got {tiers!r:.60}")
-    told = await serving.link.ask("reset", store=tiers == "all")
-    await call.json({"status": "ok", **told})
+    removed = await serving.link.ask("reset", store=tiers == "all")
+    await call.json({"status": "ok", **removed})

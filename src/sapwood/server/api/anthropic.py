@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import secrets
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
-from sapwood.engine.params import MOST_STOP_LENGTH, MOST_STOPS
-
-from ..errors import ApiError, bad, shown, unsupported
+from ..errors import ApiError, bad
 from ..frontend import Serving
 from ..generation import Generation, Prompt, TextPiece
 from ..http import Call, named_event
-from ..text.answer_parts import AnswerParser, Tools, read_tools
-from .anthropic_blocks import chat_choice, chat_messages, chat_tools, most_calls
-from .blocks import Block, BlockOpened, Blocks, Closed, Step
-from .conversation import begin, in_words_of, prompt_of, written_to_cache
-from .schemas import Count, ResponseFormat, Sampling, Text, parse
-from .unserved import MESSAGES, also_unserved
+from ..text.answer_parts import Tools, read_tools
+from .answer_fields import cache_reports, written_to_cache
+from .anthropic_request import (
+    CountRequest,
+    MessagesRequest,
+    chat_choice,
+    chat_messages,
+    chat_tools,
+    format_of,
+    most_calls,
+    template_variables,
+)
+from .blocks import Block, BlockClosed, BlockEvent, BlockOpened, Blocks
+from .conversation import answer_parser, begin, in_words_of, prompt_of, respond
+from .schemas import parse
 
 _WORDS = {
     r"\bresponse_format\b": "output_config.format",
@@ -40,44 +47,9 @@ _ERRORS = {
     504: "timeout_error",
 }
 
-_Word = Annotated[str, Meta(max_length=MOST_STOP_LENGTH)]
-
-
-class Thinking(Struct, kw_only=True):
-    """`budget_tokens` is taken and changes nothing: a model thinks as long as it does, within max_tokens."""
-
-    type: Annotated[str, Meta(max_length=32)]
-    budget_tokens: Count | None = None
-    display: Annotated[str, Meta(max_length=32)] | None = None
-
-
-class OutputConfig(Struct, kw_only=True):
-    effort: Annotated[str, Meta(max_length=32)] | None = None
-    format: dict[str, Any] | None = None
-    task_budget: Any = None
-
-
-@also_unserved(MESSAGES)
-class CountRequest(Sampling, kw_only=True):
-    """What makes a prompt."""
-
-    messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=4096)]
-    system: Text | Annotated[list[dict[str, Any]], Meta(max_length=4096)] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: dict[str, Any] | None = None
-    thinking: Thinking | None = None
-    output_config: OutputConfig | None = None
-    output_format: dict[str, Any] | None = None  # as output_config.format was called before
-    chat_template_kwargs: dict[str, Any] | None = None
-
-
-class MessagesRequest(CountRequest, kw_only=True):
-    max_tokens: Count
-    stop_sequences: Annotated[list[_Word], Meta(max_length=MOST_STOPS)] | None = None
-
 
 def anthropic_error(error: ApiError) -> bytes:
-    """An error as Anthropic's clients read it."""
+    """An error in the form that Anthropic's clients read."""
     return msgspec.json.encode(_error(error))
 
 
@@ -88,81 +60,43 @@ def _error(error: ApiError) -> dict[str, Any]:
 
 async def messages(serving: Serving, call: Call) -> Generation:
     request = parse(await call.body(), MessagesRequest)
-    model = serving.model(request.model)
+    model = serving.models.find(request.model)
     with in_words_of(_WORDS):
         prompt, tools = await _prompt(serving, request)
         request.stop = request.stop_sequences
-        asked: int | None = request.max_tokens
-        if asked and len(prompt.ids) + asked > serving.limit:
-            asked = None  # a model whose context ends sooner says so in its stop_reason
-        generation = await begin(serving, call, request, model, prompt, tools, max_tokens=asked, logprobs=None)
-    writer = MessagesWriter(serving, request, generation, tools)
-    if request.stream:
-        await call.stream(generation, writer, serving.config.keepalive_seconds)
-    else:
-        await call.whole(generation, writer)
-    return generation
+        tokens: int | None = request.max_tokens
+        if tokens and len(prompt.ids) + tokens > serving.prompts.limit:
+            tokens = None  # the stop_reason says that the context has ended sooner
+        generation = await begin(serving, call, request, model, [prompt], tools, max_tokens=tokens, logprobs=None)
+    return await respond(serving, call, request, generation, MessagesWriter(serving, request, generation, tools))
 
 
 async def count_tokens(serving: Serving, call: Call) -> None:
     request = parse(await call.body(), CountRequest)
-    serving.model(request.model)
+    serving.models.find(request.model)
     with in_words_of(_WORDS):
         prompt, _ = await _prompt(serving, request)
     await call.json({"input_tokens": len(prompt.ids)})
 
 
 async def _prompt(serving: Serving, request: CountRequest) -> tuple[Prompt, Tools]:
-    request.response_format = _format(request)
+    request.response_format = format_of(request)
     choice, most = chat_choice(request.tool_choice), most_calls(request.tool_choice)
     tools = read_tools(chat_tools(request.tools), choice, serving.tool_parser, most)
     made = chat_messages(request.system, request.messages)
     last = made[-1]
-    goes_on = last["role"] == "assistant"
-    if goes_on and ("tool_calls" in last or not last["content"].strip()):
+    continues = last["role"] == "assistant"
+    if continues and ("tool_calls" in last or not last["content"].strip()):
         path = f"messages[{len(request.messages) - 1}].content"
         raise bad(path, f"{path} must be text for the answer to go on from, or a message of the user must follow")
-    return await prompt_of(serving, request, made, tools, _template(request), goes_on), tools
-
-
-def _template(request: CountRequest) -> dict[str, Any]:
-    template = dict(request.chat_template_kwargs or {})
-    thinking = request.thinking
-    if thinking is not None:
-        if thinking.type not in ("enabled", "adaptive", "disabled"):
-            raise unsupported("thinking.type", f"it must be enabled, adaptive or disabled, got {shown(thinking.type)}")
-        if thinking.display not in (None, "summarized"):
-            raise unsupported("thinking.display", "thinking is told as it is")
-        if thinking.type != "adaptive":
-            template.setdefault("enable_thinking", thinking.type == "enabled")
-    if request.output_config is not None and request.output_config.effort is not None:
-        template.setdefault("reasoning_effort", request.output_config.effort)
-    return template
-
-
-def _format(request: CountRequest) -> ResponseFormat | None:
-    given, field = request.output_format, "output_format"
-    if request.output_config is not None:
-        if request.output_config.task_budget is not None:
-            raise unsupported("output_config.task_budget", "use max_tokens")
-        if request.output_config.format is not None:
-            if given is not None:
-                raise bad(field, "give either output_config.format or output_format")
-            given, field = request.output_config.format, "output_config.format"
-    if given is None:
-        return None
-    if given.get("type") != "json_schema":
-        raise unsupported(f"{field}.type", f"it must be json_schema, got {shown(given.get('type'))}")
-    schema = given.get("schema")
-    if not isinstance(schema, dict):
-        raise bad(f"{field}.schema", f"{field}.schema must be a JSON schema, got {shown(schema)}")
-    return ResponseFormat(type="json_schema", json_schema={"schema": schema})
+    variables = template_variables(request)
+    return await prompt_of(serving, request, made, tools, variables, continue_final_message=continues), tools
 
 
 # ---- the answer
 
 
-class Delta(Struct):
+class BlockDelta(Struct):
     """The one event that comes with every token."""
 
     type: str
@@ -180,9 +114,9 @@ class MessagesWriter:
         self.request = request
         self.generation = generation
         self.id = f"msg_{secrets.token_hex(12)}"
-        asked = (request.thinking is not None and request.thinking.type != "disabled") or None
-        splitter = serving.splitter(generation, tools, _template(request), asked)
-        self.blocks = Blocks(AnswerParser(tools, splitter), serving.tool_parser)
+        separate = (request.thinking is not None and request.thinking.type != "disabled") or None
+        parser = answer_parser(serving, generation, tools, template_variables(request), separate)
+        self.blocks = Blocks(parser, serving.tool_parser)
         self.finish: str | None = None
         self.stop: int | str | None = None
 
@@ -193,41 +127,41 @@ class MessagesWriter:
         return named_event("message_start", start) + named_event("ping", {"type": "ping"})
 
     def piece(self, piece: TextPiece) -> bytes:
-        steps = self.blocks.push(piece)
+        events = self.blocks.push(piece)
         if self.blocks.full:
             piece = self.generation.cut(piece)
         if piece.finish is not None:
             self.finish, self.stop = piece.finish, piece.stop
-            steps += self.blocks.close()
-        return b"".join([self._step(step) for step in steps])
+            events += self.blocks.close()
+        return b"".join([self._block_event(event) for event in events])
 
     def closing(self) -> bytes:
         delta: dict[str, Any] = {"type": "message_delta", "delta": self._stopped(), "usage": self._usage()}
         if self.request.cache_report:
-            delta["cache"] = self.serving.report(self.generation)[0]
+            delta["cache"] = cache_reports(self.serving, self.generation)[0]
         return named_event("message_delta", delta) + named_event("message_stop", {"type": "message_stop"})
 
     def failed(self, error: ApiError) -> bytes:
         return named_event("error", _error(error))
 
-    def _step(self, step: Step) -> bytes:
-        index = step.block.index
-        if isinstance(step, BlockOpened):
+    def _block_event(self, event: BlockEvent) -> bytes:
+        index = event.block.index
+        if isinstance(event, BlockOpened):
             name = "content_block_start"
-            return named_event(name, {"type": name, "index": index, "content_block": _begun(step.block)})
-        if isinstance(step, Closed):
+            return named_event(name, {"type": name, "index": index, "content_block": _begun(event.block)})
+        if isinstance(event, BlockClosed):
             return named_event("content_block_stop", {"type": "content_block_stop", "index": index})
-        kind, field = _DELTAS.get(step.block.kind, _CALL_DELTA)
-        delta = {"type": kind, field: step.text}
-        return named_event("content_block_delta", Delta("content_block_delta", index, delta))
+        kind, field = _DELTAS.get(event.block.kind, _CALL_DELTA)
+        delta = {"type": kind, field: event.text}
+        return named_event("content_block_delta", BlockDelta("content_block_delta", index, delta))
 
     # ---- in one piece
 
     def whole(self) -> dict[str, Any]:
-        told = self._message()
+        message = self._message()
         if self.request.cache_report:
-            told["cache"] = self.serving.report(self.generation)[0]
-        return told
+            message["cache"] = cache_reports(self.serving, self.generation)[0]
+        return message
 
     def _message(self) -> dict[str, Any]:
         return {
@@ -243,8 +177,8 @@ class MessagesWriter:
     def _stopped(self) -> dict[str, Any]:
         reason = None
         if self.finish == "length":
-            left = self.generation.params.max_tokens is None
-            reason = "model_context_window_exceeded" if left else "max_tokens"
+            unbounded = self.generation.params.max_tokens is None
+            reason = "model_context_window_exceeded" if unbounded else "max_tokens"
         elif isinstance(self.stop, str):
             reason = "stop_sequence"
         elif self.finish is not None:
@@ -252,7 +186,7 @@ class MessagesWriter:
         return {"stop_reason": reason, "stop_sequence": self.stop if reason == "stop_sequence" else None}
 
     def _usage(self) -> dict[str, Any]:
-        """The three numbers of the prompt do not overlap: read from the cache, written to it, and neither."""
+        """The three counts of the prompt do not overlap: tokens read from the cache, written to it, and all others."""
         prompt, completion, cached = self.generation.usage
         written = written_to_cache(self.serving, self.request, self.generation)
         return {
@@ -278,7 +212,7 @@ def _whole(block: Block) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Arguments that are no JSON, because they were cut off, must not look like good ones."""
+    """Arguments that were cut off are no JSON, and must not look like good ones."""
     try:
         found = msgspec.json.decode(arguments or "{}")
     except (msgspec.DecodeError, RecursionError):

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.json import Encoder
 
-from ..errors import ApiError, bad, shown, unsupported
-from ..frontend import Serving, new_id
-from ..generation import Generation, Model, TextPiece
-from ..http import Call, event
+from ..errors import bad, shown, unsupported
+from ..frontend import Serving
+from ..generation import Generation, TextPiece
+from ..http import Call
 from ..text.answer_parts import AnswerParser, Reasoning, Tools, most_calls, read_tools
 from ..text.tools import CallBegins, Content, call_id
-from .logprobs import chat_logprobs, check_scores, prompt_logprobs
+from .answer_fields import ChunkWriter, Usage, cache_reports, chat_logprobs, prompt_logprobs, usage_of
+from .conversation import answer_parser, begin, prompt_of, respond
 from .schemas import ChatRequest, parse
-from .usage import Usage, streamed_usage, usage_of
 
 encode = Encoder().encode
 
 
 class ChoiceEnd(Struct):
-    """What stands behind the delta of a choice."""
+    """The fields of a choice behind its delta."""
 
     logprobs: Any = None
     finish_reason: str | None = None
@@ -46,69 +45,55 @@ class ChatChunk(Struct):
 
 async def chat_completions(serving: Serving, call: Call) -> Generation:
     request = parse(await call.body(), ChatRequest)
-    model = serving.model(request.model)
+    model = serving.models.find(request.model)
     calls = most_calls(request.parallel_tool_calls)
     tools = read_tools(request.tools, request.tool_choice, serving.tool_parser, calls)
-    prompt = await serving.conversation(
+    prompt = await prompt_of(
+        serving,
+        request,
         request.messages,
-        tools=tools.shown,
+        tools,
+        _template_variables(serving, request),
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
-        more=_template(serving, request),
         add_special_tokens=bool(request.add_special_tokens),
     )
-    top = request.top_logprobs or 0
-    if not 0 <= top <= serving.max_logprobs:
-        raise bad("top_logprobs", f"top_logprobs must be from 0 to {serving.max_logprobs}, got {shown(top)}")
+    top, most = request.top_logprobs or 0, serving.parameters.max_logprobs
+    if not 0 <= top <= most:
+        raise bad("top_logprobs", f"top_logprobs must be from 0 to {most}, got {shown(top)}")
     if top and not request.logprobs:
         raise bad("top_logprobs", "top_logprobs needs logprobs to be true")
-    most = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    tools.show_marks(request)
-    params = serving.params(request, call.caller, max_tokens=most, logprobs=top if request.logprobs else None)
-    grammar = serving.grammar(request, tools)
-    (prompt,) = serving.truncated(request, [prompt])
-    check_scores("prompt_logprobs", [prompt], params)
-    generation = await serving.begin([prompt], params, request, model, call.caller, grammar)
-    writer = ChatWriter(serving, call, request, model, generation, tools)
-    if request.stream:
-        await call.stream(generation, writer, serving.config.keepalive_seconds)
-    else:
-        await call.whole(generation, writer)
-    return generation
+    tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    logprobs = top if request.logprobs else None
+    generation = await begin(serving, call, request, model, [prompt], tools, max_tokens=tokens, logprobs=logprobs)
+    return await respond(serving, call, request, generation, ChatWriter(serving, request, generation, tools))
 
 
-def _template(serving: Serving, request: ChatRequest) -> dict[str, Any]:
-    """What the chat template is told besides the conversation."""
-    template = dict(request.chat_template_kwargs or {})
+def _template_variables(serving: Serving, request: ChatRequest) -> dict[str, Any]:
+    """What the chat template gets besides messages and tools."""
+    variables = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
-        template.setdefault("reasoning_effort", request.reasoning_effort)
+        variables.setdefault("reasoning_effort", request.reasoning_effort)
     if request.documents:
-        if not serving.template_knows("documents"):
+        if not serving.prompts.template_reads("documents"):
             raise unsupported("documents", "the model's chat template has no place for them")
-        template.setdefault("documents", request.documents)
-    return serving.with_verbosity(template, "verbosity", request.verbosity)
+        variables.setdefault("documents", request.documents)
+    return serving.prompts.with_verbosity(variables, "verbosity", request.verbosity)
 
 
-class ChatWriter:
-    def __init__(
-        self, serving: Serving, call: Call, request: ChatRequest, model: Model, generation: Generation, tools: Tools
-    ) -> None:
-        self.serving = serving
+class ChatWriter(ChunkWriter):
+    def __init__(self, serving: Serving, request: ChatRequest, generation: Generation, tools: Tools) -> None:
+        super().__init__(serving, request, generation, "chatcmpl")
         self.request = request
-        self.generation = generation
         self.tools = tools
-        self.id = request.request_id or new_id("chatcmpl")
-        self.created = int(time.time())
-        self.model = model.name
-        self.usage, self.each = streamed_usage(request.stream_options, serving.config.enable_force_include_usage)
         self.top = request.top_logprobs or 0
         self.role = serving.config.response_role
         frame = encode(ChatChunk(self.id, "chat.completion.chunk", self.created, self.model, [])).removesuffix(b"]}")
         self._heads = [b'data: %b{"index":%d,"delta":' % (frame, index) for index in range(generation.params.n)]
         self.shows_reasoning = request.include_reasoning is not False
-        template, asked = request.chat_template_kwargs, request.separate_reasoning
+        variables, separate = request.chat_template_kwargs, request.separate_reasoning
         self.samples = [
-            _Sample(AnswerParser(tools, serving.splitter(generation, tools, template, asked)), serving.tool_parser)
+            _Sample(answer_parser(serving, generation, tools, variables, separate), serving.tool_parser)
             for _ in range(generation.params.n)
         ]
 
@@ -124,12 +109,12 @@ class ChatWriter:
 
     def piece(self, piece: TextPiece) -> bytes:
         sample = self.samples[piece.index]
-        if sample.finish is not None:  # cut before this piece
+        if sample.finish is not None:  # the sample was cut before this piece
             return b""
-        parts = sample.spoken.push(piece.text) if piece.text else []
+        parts = sample.parser.push(piece.text) if piece.text else []
         if piece.finish is not None:
-            parts += sample.spoken.finish()
-        if sample.spoken.full:
+            parts += sample.parser.finish()
+        if sample.parser.full:
             piece = self.generation.cut(piece)
         plain = piece.finish is None and not piece.likely and not self.request.return_token_ids
         deltas = []
@@ -149,11 +134,11 @@ class ChatWriter:
         return b"".join([*before, self._chunk(piece.index, last, end)])
 
     def _end(self, sample: _Sample, piece: TextPiece) -> bytes:
-        """What the last choice of a piece tells besides its delta."""
+        """The fields behind the delta of the last choice of a piece."""
         end = ChoiceEnd()
         if piece.likely:
             ids = bool(self.request.return_tokens_as_token_ids)
-            end.logprobs = chat_logprobs(piece.tokens, piece.likely, self.top, self.serving.tokens, ids)
+            end.logprobs = chat_logprobs(piece.tokens, piece.likely, self.top, self.serving.prompts.tokens, ids)
             if not self.request.stream:
                 sample.scores += end.logprobs["content"]
         if self.request.return_token_ids:
@@ -167,26 +152,22 @@ class ChatWriter:
         return b"," + encode(end)[1:]
 
     def closing(self) -> bytes:
-        last = b""
-        if self.usage or self.request.cache_report:
-            chunk = ChatChunk(self.id, "chat.completion.chunk", self.created, self.model, [])
-            if self.usage:
-                chunk.usage = usage_of(self.generation)
-            if self.request.cache_report:
-                chunk.cache = self.serving.report(self.generation)[0]
-            last = event(chunk)
-        return last + b"data: [DONE]\n\n"
-
-    def failed(self, error: ApiError) -> bytes:
-        return event(error.body) + b"data: [DONE]\n\n"
+        if not self.usage and not self.request.cache_report:
+            return self.done(None)
+        last = ChatChunk(self.id, "chat.completion.chunk", self.created, self.model, [])
+        if self.usage:
+            last.usage = usage_of(self.generation)
+        if self.request.cache_report:
+            last.cache = cache_reports(self.serving, self.generation)[0]
+        return self.done(last)
 
     def _chunk(self, index: int, delta: bytes, end: bytes) -> bytes:
-        """All of a chunk but its delta and what stands behind it is known before."""
+        """The head of a chunk was encoded before, once for each sample."""
         tail = b'],"usage":' + encode(usage_of(self.generation)) + b"}\n\n" if self.each else b"]}\n\n"
         return self._heads[index] + delta + end + tail
 
     def _delta(self, sample: _Sample, part: Any) -> bytes:
-        """What a part is on the wire; nothing, if it is not shown. The sample keeps it too."""
+        """A part of the answer as a delta; b"" if it is not shown. The sample keeps the part for `whole`."""
         if isinstance(part, Content):
             sample.content.append(part.text)
             return b'{"content":' + encode(part.text) + b"}"
@@ -195,7 +176,7 @@ class ChatWriter:
             return b'{"reasoning_content":' + encode(part.text) + b"}" if self.shows_reasoning else b""
         call: dict[str, Any]
         if isinstance(part, CallBegins):
-            begun = {"id": call_id(sample.parser), "name": part.name, "arguments": []}
+            begun = {"id": call_id(sample.call_format), "name": part.name, "arguments": []}
             sample.calls.append(begun)
             function = {"name": part.name, "arguments": ""}
             call = {"index": part.index, "id": begun["id"], "type": "function", "function": function}
@@ -227,7 +208,7 @@ class ChatWriter:
             if self.request.return_token_ids:
                 choice["token_ids"] = sample.tokens
             choices.append(choice)
-        told: dict[str, Any] = {
+        answer: dict[str, Any] = {
             "id": self.id,
             "object": "chat.completion",
             "created": self.created,
@@ -236,23 +217,24 @@ class ChatWriter:
             "usage": usage_of(self.generation),
         }
         if self.request.return_token_ids:
-            told["prompt_token_ids"] = self.generation.prompts[0].ids.tolist()
+            answer["prompt_token_ids"] = self.generation.prompts[0].ids.tolist()
         if self.request.prompt_logprobs is not None:
             scores, ids = self.generation.scores(0), self.generation.prompts[0].ids.tolist()
-            told["prompt_logprobs"] = prompt_logprobs(ids, scores, self.request.prompt_logprobs, self.serving.tokens)
+            top, texts = self.request.prompt_logprobs, self.serving.prompts.tokens
+            answer["prompt_logprobs"] = prompt_logprobs(ids, scores, top, texts)
         if self.request.cache_report:
-            told["cache"] = self.serving.report(self.generation)[0]
-        return told
+            answer["cache"] = cache_reports(self.serving, self.generation)[0]
+        return answer
 
 
 class _Sample:
-    """What a sample has said so far."""
+    """One sample so far. `call_format`: of the model's calls."""
 
-    __slots__ = ("calls", "content", "finish", "parser", "reasoning", "scores", "spoken", "stop", "tokens")
+    __slots__ = ("call_format", "calls", "content", "finish", "parser", "reasoning", "scores", "stop", "tokens")
 
-    def __init__(self, spoken: AnswerParser, parser: str | None) -> None:
-        self.spoken = spoken
-        self.parser = parser  # the format of calls
+    def __init__(self, parser: AnswerParser, call_format: str | None) -> None:
+        self.parser = parser
+        self.call_format = call_format
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.calls: list[dict[str, Any]] = []

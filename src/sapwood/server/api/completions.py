@@ -2,44 +2,39 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
-from ..errors import ApiError, bad, shown
-from ..frontend import Serving, new_id
-from ..generation import Generation, Model, Prompt, TextPiece
+from ..errors import bad, shown
+from ..frontend import Serving
+from ..generation import Generation, Prompt, TextPiece
 from ..http import Call, event
-from .logprobs import CompletionLogprobs, check_scores, joined, prompt_logprobs
+from .answer_fields import ChunkWriter, CompletionLogprobs, cache_reports, joined, prompt_logprobs, usage_of
+from .conversation import begin, respond
 from .schemas import CompletionRequest, parse
-from .usage import streamed_usage, usage_of
 
-_TOKENS = 16  # where a request does not say how many
+_DEFAULT_TOKENS = 16  # of an answer, where a request does not say how many
 
 
 async def completions(serving: Serving, call: Call) -> Generation:
     request = parse(await call.body(), CompletionRequest)
-    model = serving.model(request.model)
+    model = serving.models.find(request.model)
     special = request.add_special_tokens is not False
-    prompts = [await serving.prompt(each, special) for each in _prompts(request, serving)]
-    prompts = serving.truncated(request, prompts)
-    top = _logprobs(request, serving.max_logprobs)
-    most = request.max_tokens
-    if most is None:
-        most = max(1, min(_TOKENS, serving.limit - max(len(prompt.ids) for prompt in prompts)))
-    if most == 0 and request.echo:  # only the prompt is wanted: one token is computed and not shown
-        most = 1
-    scores, scored = request.prompt_logprobs, "prompt_logprobs"
+    prompts = [await serving.prompts.given(each, special) for each in _prompts(request, serving)]
+    prompts = serving.prompts.truncated(prompts, request.truncate_prompt_tokens, request.truncation_side)
+    top = _logprobs(request, serving.parameters.max_logprobs)
+    tokens = request.max_tokens
+    if tokens is None:
+        tokens = max(1, min(_DEFAULT_TOKENS, serving.prompts.limit - max(len(prompt.ids) for prompt in prompts)))
+    if tokens == 0 and request.echo:  # only the prompt is wanted: one token is computed and not shown
+        tokens = 1
+    scores, field = request.prompt_logprobs, "prompt_logprobs"
     if request.echo and top is not None:
-        request.prompt_logprobs, scored = max(top, scores or 0), "logprobs" if scores is None else scored
-    params = serving.params(request, call.caller, max_tokens=most, logprobs=top)
-    check_scores(scored, prompts, params)
-    generation = await serving.begin(prompts, params, request, model, call.caller, serving.grammar(request))
-    writer = CompletionWriter(serving, call, request, model, generation, top, scores)
-    if request.stream:
-        await call.stream(generation, writer, serving.config.keepalive_seconds)
-    else:
-        await call.whole(generation, writer)
-    return generation
+        request.prompt_logprobs, field = max(top, scores or 0), "logprobs" if scores is None else field
+    generation = await begin(
+        serving, call, request, model, prompts, None, max_tokens=tokens, logprobs=top, scores_field=field
+    )
+    writer = CompletionWriter(serving, request, generation, top, scores)
+    return await respond(serving, call, request, generation, writer)
 
 
 def _prompts(request: CompletionRequest, serving: Serving) -> list[str | list[int]]:
@@ -62,37 +57,30 @@ def _prompts(request: CompletionRequest, serving: Serving) -> list[str | list[in
 
 
 def _logprobs(request: CompletionRequest, most: int) -> int | None:
-    asked = request.logprobs
-    if asked is None or asked is False:
+    given = request.logprobs
+    if given is None or given is False:
         return None
-    top = 1 if asked is True else asked
+    top = 1 if given is True else given
     if not 0 <= top <= most:
         raise bad("logprobs", f"logprobs must be from 0 to {most}, got {shown(top)}")
     return top
 
 
-class CompletionWriter:
-    """`top`, `scores`: how many of the likeliest tokens are told with each of the answer, and of the prompt."""
+class CompletionWriter(ChunkWriter):
+    """`top`, `scores`: how many of the likeliest tokens are shown with each token of the answer, and of the prompt."""
 
     def __init__(
         self,
         serving: Serving,
-        call: Call,
         request: CompletionRequest,
-        model: Model,
         generation: Generation,
         top: int | None,
         scores: int | None,
     ) -> None:
-        self.serving = serving
+        super().__init__(serving, request, generation, "cmpl")
         self.request = request
-        self.generation = generation
         self.top = top
         self.scores = scores
-        self.id = request.request_id or new_id("cmpl")
-        self.created = int(time.time())
-        self.model = model.name
-        self.usage, self.each = streamed_usage(request.stream_options, serving.config.enable_force_include_usage)
         self.ids = bool(request.return_token_ids)
         self.samples = [_Sample() for _ in generation.job.lanes]
         self._scored: list[Any] = [None] * len(generation.prompts)
@@ -132,19 +120,19 @@ class CompletionWriter:
             choice["token_ids"] = piece.tokens
             if first:
                 choice["prompt_token_ids"] = self._prompt_of(piece.index).ids.tolist()
-        return event(self._told([choice], usage=self.each))
+        return event(self._body([choice], usage=self.each))
 
     def _prompt(self, index: int, sample: _Sample) -> tuple[str, list[dict[str, Any]]]:
-        """What comes before the first token: nothing, or the prompt."""
+        """The text and the log-probabilities before the first token: those of the prompt with `echo`, else none."""
         prompt, (at, number) = self._prompt_of(index), divmod(index, self.generation.params.n)
         text = self._echoed(prompt) if self.request.echo else ""
         found = self.generation.scores(at)
-        if self.scores is not None and not number:  # written as they come, prompt by prompt
-            self._scored[at] = prompt_logprobs(prompt.ids.tolist(), found, self.scores, self.serving.tokens)
+        if self.scores is not None and not number:  # encoded as they come, prompt by prompt
+            self._scored[at] = prompt_logprobs(prompt.ids.tolist(), found, self.scores, self.serving.prompts.tokens)
         if self.top is None:
             return text, []
         ids = bool(self.request.return_tokens_as_token_ids)
-        sample.logprobs = CompletionLogprobs(self.top, self.serving.tokens, 0, ids)
+        sample.logprobs = CompletionLogprobs(self.top, self.serving.prompts.tokens, 0, ids)
         if not self.request.echo or found is None:
             return text, []
         return text, [sample.logprobs.lists(prompt.ids.tolist(), found)]
@@ -155,16 +143,12 @@ class CompletionWriter:
     def _echoed(self, prompt: Prompt) -> str:
         if prompt.text is not None and not prompt.cut:
             return prompt.text
-        return "" if self.serving.tokens is None else self.serving.tokens.decode(prompt.ids.tolist())
+        return "" if self.serving.prompts.tokens is None else self.serving.prompts.tokens.decode(prompt.ids.tolist())
 
     def closing(self) -> bytes:
-        last = b""
-        if self.usage or self.request.cache_report:
-            last = event(self._told([], usage=self.usage, cache=bool(self.request.cache_report)))
-        return last + b"data: [DONE]\n\n"
-
-    def failed(self, error: ApiError) -> bytes:
-        return event(error.body) + b"data: [DONE]\n\n"
+        if not self.usage and not self.request.cache_report:
+            return self.done(None)
+        return self.done(self._body([], usage=self.usage, cache=bool(self.request.cache_report)))
 
     # ---- in one piece
 
@@ -184,10 +168,10 @@ class CompletionWriter:
             if self.scores is not None:
                 choice["prompt_logprobs"] = self._scored[index // self.generation.params.n]
             choices.append(choice)
-        return self._told(choices, usage=True, cache=bool(self.request.cache_report))
+        return self._body(choices, usage=True, cache=bool(self.request.cache_report))
 
-    def _told(self, choices: list[Any], usage: bool, cache: bool = False) -> dict[str, Any]:
-        told: dict[str, Any] = {
+    def _body(self, choices: list[Any], usage: bool, cache: bool = False) -> dict[str, Any]:
+        body: dict[str, Any] = {
             "id": self.id,
             "object": "text_completion",
             "created": self.created,
@@ -195,11 +179,11 @@ class CompletionWriter:
             "choices": choices,
         }
         if usage:
-            told["usage"] = usage_of(self.generation)
+            body["usage"] = usage_of(self.generation)
         if cache:
-            reports = self.serving.report(self.generation)
-            told["cache"] = reports[0] if len(reports) == 1 else reports
-        return told
+            reports = cache_reports(self.serving, self.generation)
+            body["cache"] = reports[0] if len(reports) == 1 else reports
+        return body
 
 
 class _Sample:

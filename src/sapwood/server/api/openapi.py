@@ -1,18 +1,20 @@
-"""The API described as OpenAPI, from the structs that parse it."""
+"""The API described: as OpenAPI, from the structs that parse requests, and as the page of links at `/`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html import escape
 from typing import Any
 
 import msgspec
 
 from sapwood import __version__
 
-from .admin import MOST_NODES, TIERS
-from .anthropic import CountRequest, MessagesRequest
-from .response_input import MOST_LISTED, ORDERS
+from ..limits import MAX_LISTED_ITEMS, MAX_TREE_NODES
+from .admin import TIERS
+from .anthropic_request import CountRequest, MessagesRequest
 from .response_request import InputTokensRequest, ResponsesRequest
+from .response_store import ORDERS
 from .schemas import (
     ChatRequest,
     CompletionRequest,
@@ -37,10 +39,10 @@ _BODIES: dict[str, type] = {
     "/cache/explain": ExplainRequest,
 }
 _QUERIES: dict[str, dict[str, dict[str, Any]]] = {
-    "/cache/tree": {"limit": {"type": "integer", "minimum": 1, "maximum": MOST_NODES}},
+    "/cache/tree": {"limit": {"type": "integer", "minimum": 1, "maximum": MAX_TREE_NODES}},
     "/reset_prefix_cache": {"tiers": {"type": "string", "enum": list(TIERS)}},
     "/v1/responses/{id}/input_items": {
-        "limit": {"type": "integer", "minimum": 1, "maximum": MOST_LISTED},
+        "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED_ITEMS},
         "order": {"type": "string", "enum": list(ORDERS)},
         "after": {"type": "string"},
     },
@@ -59,7 +61,7 @@ _STATUSES = {
     431: "the headers are too large",
     503: "the model is not loaded yet, the server is stopping or has too much to hold, or its engine is gone",
 }
-_BEFORE = (408, 413, 431)  # before the path is looked at
+_BEFORE = (408, 413, 431)  # answers of the connection, which does not know the path
 _TEXT = {"type": "string"}
 _ERRORS: dict[str, Any] = {
     "Error": {
@@ -94,7 +96,7 @@ _ERRORS: dict[str, Any] = {
 
 
 def description(endpoints: Sequence[tuple[str, str]], root: str = "") -> dict[str, Any]:
-    """`endpoints`: paths and their methods; `root`: the path that a proxy shows them below."""
+    """`endpoints`: paths and their methods; `root`: the path below which a proxy shows them."""
     kinds = list(_BODIES.values())
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     bodies = dict(zip(_BODIES, schemas, strict=True))
@@ -134,12 +136,48 @@ def _answer(path: str) -> dict[str, Any]:
 
 def _refusals(path: str) -> dict[str, Any]:
     found = {}
-    for status, told in _STATUSES.items():
-        theirs = path.startswith("/v1/messages") and status not in _BEFORE
-        schema = {"$ref": f"#/components/schemas/{'AnthropicError' if theirs else 'Error'}"}
-        found[str(status)] = {"description": told, "content": {"application/json": {"schema": schema}}}
+    for status, meaning in _STATUSES.items():
+        anthropic = path.startswith("/v1/messages") and status not in _BEFORE
+        schema = {"$ref": f"#/components/schemas/{'AnthropicError' if anthropic else 'Error'}"}
+        found[str(status)] = {"description": meaning, "content": {"application/json": {"schema": schema}}}
     return found
 
 
 def _parameter(place: str, name: str, schema: dict[str, Any]) -> dict[str, Any]:
     return {"name": name, "in": place, "required": place == "path", "schema": schema}
+
+
+# ---- the page at `/`
+
+_LINKS = {
+    "health": "whether the next request is answered",
+    "v1/models": "the model and its adapters",
+    "metrics": "figures for Prometheus",
+    "cache/stats": "what the cache holds and has done",
+    "openapi.json": "everything else, described",
+    "version": "of the server",
+}
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+def page(root: str) -> bytes:
+    """The page at `/`, which needs no key, holds no data and loads nothing. `root`: the path below which a proxy shows
+    the server; "" if there is none."""
+    below = f"{escape(root)}/" if root else ""  # else relative: a proxy may show it below a path that is not known here
+    rows = "".join(
+        f'<li><a href="{below}{path}">/{path}</a> {escape(purpose)}</li>\n' for path, purpose in _LINKS.items()
+    )
+    text = f"""\
+<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>Sapwood</title></head><body>
+<h1>Sapwood</h1>
+<p>This is a server for programs: it speaks OpenAI's API below <code>{escape(root)}/v1</code>.</p>
+<ul>
+{rows}</ul>
+</body></html>
+"""
+    return text.encode()

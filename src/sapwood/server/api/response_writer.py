@@ -1,4 +1,4 @@
-"""A generation as the Responses API tells it: as events, or in one piece."""
+"""A generation as the Responses API writes it: as events, or in one piece."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from ..errors import ApiError
 from ..frontend import Serving
 from ..generation import Generation, TextPiece
 from ..http import named_event
-from ..text.answer_parts import AnswerParser, Tools
+from ..text.answer_parts import Tools
 from ..text.tools import Content
-from .blocks import Block, BlockOpened, Blocks, Closed, Step
-from .conversation import written_to_cache
-from .logprobs import chat_logprobs
-from .response_items import is_json
-from .response_request import ReasoningConfig, ResponsesRequest, TextConfig
+from .answer_fields import cache_reports, chat_logprobs, written_to_cache
+from .blocks import Block, BlockClosed, BlockEvent, BlockOpened, Blocks
+from .conversation import answer_parser
+from .response_request import ReasoningConfig, ResponsesRequest, TextConfig, is_json
 
 
 class TextDelta(Struct):
@@ -39,7 +38,7 @@ _PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 
 
 class ResponsesWriter:
-    """`top`: None without log-probabilities. `keep(id, response, output)` is given a response that has ended, as JSON,
+    """`top`: None without log-probabilities. `keep(id, response, output)` gets a response that has ended, as JSON,
     before its client can ask for it."""
 
     def __init__(
@@ -60,10 +59,10 @@ class ResponsesWriter:
         self.id = f"resp_{self.hex}"
         self.created = int(time.time())
         self.status = "in_progress"
-        splitter = serving.splitter(generation, tools, request.chat_template_kwargs)
-        self.blocks = Blocks(AnswerParser(tools, splitter), serving.tool_parser)
+        parser = answer_parser(serving, generation, tools, request.chat_template_kwargs)
+        self.blocks = Blocks(parser, serving.tool_parser)
         self.likely: dict[int, list[Any]] = {}  # block -> log-probabilities
-        self._waiting: list[Any] = []  # log-probabilities of tokens whose text is not final
+        self._pending: list[Any] = []  # log-probabilities of tokens whose text is not final
         self._sequence = 0
 
     # ---- as a stream
@@ -75,17 +74,17 @@ class ResponsesWriter:
         )
 
     def piece(self, piece: TextPiece) -> bytes:
-        steps = self.blocks.push(piece)
+        events = self.blocks.push(piece)
         if self.top is not None:
-            self._score(piece, steps, self.top)
+            self._score(piece, events, self.top)
         if self.blocks.full:
             piece = self.generation.cut(piece)
         if piece.finish is not None:
             self.status = "incomplete" if piece.finish == "length" else "completed"
             if not self.blocks.all:
-                steps += self.blocks.take(Content(""))
-            steps += self.blocks.close()
-        return b"".join([self._step(step) for step in steps])
+                events += self.blocks.take(Content(""))
+            events += self.blocks.close()
+        return b"".join([self._block_event(event) for event in events])
 
     def closing(self) -> bytes:
         return self._event(f"response.{self.status}", response=self._over())
@@ -95,34 +94,34 @@ class ResponsesWriter:
         return self._event("response.failed", response=self._response(error))
 
     def _event(self, type: str, **fields: Any) -> bytes:
-        told = named_event(type, {"type": type, **fields, "sequence_number": self._sequence})
+        event = named_event(type, {"type": type, **fields, "sequence_number": self._sequence})
         self._sequence += 1
-        return told
+        return event
 
-    def _step(self, step: Step) -> bytes:
-        block = step.block
-        if isinstance(step, BlockOpened):
+    def _block_event(self, event: BlockEvent) -> bytes:
+        block = event.block
+        if isinstance(event, BlockOpened):
             return self._opened(block)
-        if isinstance(step, Closed):
+        if isinstance(event, BlockClosed):
             return self._closed(block)
         if block.kind == "text":
-            return self._text(block, step.text)
+            return self._text(block, event.text)
         place = {"item_id": self._item_id(block), "output_index": block.index}
         if block.kind == "call":
-            return self._event("response.function_call_arguments.delta", **place, delta=step.text)
-        return self._event("response.reasoning_text.delta", **place, content_index=0, delta=step.text)
+            return self._event("response.function_call_arguments.delta", **place, delta=event.text)
+        return self._event("response.reasoning_text.delta", **place, content_index=0, delta=event.text)
 
-    def _score(self, piece: TextPiece, steps: Sequence[Step], top: int) -> None:
-        """Log-probabilities go with the text that their tokens became. Of what became none, such as the marks of a
-        call, they are not told."""
-        if any(isinstance(step, Closed) for step in steps):
-            self._waiting = []
-        self._waiting += chat_logprobs(piece.tokens, piece.likely, top, self.serving.tokens)["content"]
-        if steps and steps[-1].block.kind != "text":
-            self._waiting = []
+    def _score(self, piece: TextPiece, events: Sequence[BlockEvent], top: int) -> None:
+        """Log-probabilities go with the text that their tokens became. Those of tokens that became none, such as the
+        marks of a call, are dropped."""
+        if any(isinstance(event, BlockClosed) for event in events):
+            self._pending = []
+        self._pending += chat_logprobs(piece.tokens, piece.likely, top, self.serving.prompts.tokens)["content"]
+        if events and events[-1].block.kind != "text":
+            self._pending = []
 
     def _text(self, block: Block, text: str) -> bytes:
-        likely, self._waiting = self._waiting, []
+        likely, self._pending = self._pending, []
         if likely:
             self.likely.setdefault(block.index, []).extend(likely)
         type, number = "response.output_text.delta", self._sequence
@@ -166,17 +165,17 @@ class ResponsesWriter:
         """The response as it ends. Calls that were cut off are no part of a conversation that goes on."""
         response = self._response()
         if self.keep is not None:
-            said = [
+            complete = [
                 item for item in response["output"] if item["type"] != "function_call" or is_json(item["arguments"])
             ]
-            self.keep(self.id, msgspec.json.encode(response), msgspec.json.encode(said))
+            self.keep(self.id, msgspec.json.encode(response), msgspec.json.encode(complete))
         return response
 
     def _item_id(self, block: Block) -> str:
         return f"{_PREFIXES[block.kind]}_{self.hex}_{block.index}"
 
     def _status_of(self, block: Block) -> str:
-        """What ends too early cuts off its last item."""
+        """A response that ends too early has cut off its last item."""
         return "incomplete" if self.status != "completed" and block is self.blocks.all[-1] else "completed"
 
     def _item(self, block: Block, status: str) -> dict[str, Any]:
@@ -199,7 +198,7 @@ class ResponsesWriter:
         request, params = self.request, self.generation.params
         over = self.status in ("completed", "incomplete")
         text, reasoning = request.text or TextConfig(), request.reasoning or ReasoningConfig()
-        told: dict[str, Any] = {
+        response: dict[str, Any] = {
             "id": self.id,
             "object": "response",
             "created_at": self.created,
@@ -234,8 +233,8 @@ class ResponsesWriter:
             "metadata": request.metadata or {},
         }
         if over and request.cache_report:
-            told["cache"] = self.serving.report(self.generation)[0]
-        return told
+            response["cache"] = cache_reports(self.serving, self.generation)[0]
+        return response
 
     def _usage(self) -> dict[str, Any]:
         prompt, completion, cached = self.generation.usage
@@ -250,12 +249,12 @@ class ResponsesWriter:
 
 
 def _failure(error: ApiError) -> str:
-    """One of the few words that the API has for it."""
+    """One of the few codes that the API has for errors."""
     return "invalid_prompt" if error.status == 400 else "rate_limit_exceeded" if error.status == 429 else "server_error"
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """With every field that a tool has: clients look for them."""
+    """A tool with all its fields: clients expect them."""
     given = {name: value for name, value in tool.items() if value is not None}
     return {"description": None, "parameters": None, "strict": False, **given}
 

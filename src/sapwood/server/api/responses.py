@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: POST /v1/responses and /v1/responses/input_tokens, and the responses that are kept."""
+"""OpenAI's Responses API: POST /v1/responses and /v1/responses/input_tokens, and the stored responses."""
 
 from __future__ import annotations
 
@@ -13,12 +13,20 @@ from ..frontend import Serving
 from ..generation import Generation, Prompt
 from ..http import Call, query_text
 from ..text.answer_parts import Tools, most_calls, read_tools
-from .conversation import begin, in_words_of, prompt_of
-from .response_input import page, with_ids
-from .response_items import chat_choice, chat_tools, item_messages
-from .response_request import InputTokensRequest, ResponsesRequest, check, format_of, logprobs_of
-from .response_store import ResponseStore, StoredResponse
-from .response_truncation import Item, fitting
+from .conversation import begin, in_words_of, prompt_of, respond
+from .response_request import (
+    InputTokensRequest,
+    Item,
+    ResponsesRequest,
+    chat_choice,
+    chat_tools,
+    check,
+    fitting,
+    format_of,
+    item_messages,
+    logprobs_of,
+)
+from .response_store import ResponseStore, StoredResponse, page, with_ids
 from .response_writer import ResponsesWriter
 from .schemas import parse
 
@@ -33,36 +41,33 @@ _WORDS = {
 async def responses(serving: Serving, call: Call) -> Generation:
     request = parse(await call.body(), ResponsesRequest)
     check(request)
-    model = serving.model(request.model)
-    top = logprobs_of(request, serving.max_logprobs)
+    model = serving.models.find(request.model)
+    top = logprobs_of(request, serving.parameters.max_logprobs)
     with in_words_of(_WORDS):
         given = await _given(serving, call, request)
+        tokens = request.max_output_tokens
         generation = await begin(
-            serving, call, request, model, given.prompt, given.tools, max_tokens=request.max_output_tokens, logprobs=top
+            serving, call, request, model, [given.prompt], given.tools, max_tokens=tokens, logprobs=top
         )
     keep = None
     if request.store is not False:
         turns = (*given.before, msgspec.json.encode(with_ids(given.items)))
         keep = partial(_keep, serving.responses, call.caller.key, turns)
     writer = ResponsesWriter(serving, request, generation, given.tools, top, keep)
-    if request.stream:
-        await call.stream(generation, writer, serving.config.keepalive_seconds)
-    else:
-        await call.whole(generation, writer)
-    return generation
+    return await respond(serving, call, request, generation, writer)
 
 
 async def input_tokens(serving: Serving, call: Call) -> None:
     request = parse(await call.body(), InputTokensRequest)
     check(request)
-    serving.model(request.model)
+    serving.models.find(request.model)
     with in_words_of(_WORDS):
         given = await _given(serving, call, request)
     await call.json({"object": "response.input_tokens", "input_tokens": len(given.prompt.ids)})
 
 
 class _Given(NamedTuple):
-    """`before`: the turns of responses that this one follows, as JSON; `items`: those of this request."""
+    """What a request makes. `before`: the turns of the responses that it follows, as JSON; `items`: its own."""
 
     before: tuple[bytes, ...]
     items: list[dict[str, Any]]
@@ -82,25 +87,25 @@ async def _given(serving: Serving, call: Call, request: InputTokensRequest) -> _
         instructions.append({"role": "system", "content": request.instructions})
     if not instructions and not messages:
         raise bad("input", "input is empty")
-    template = dict(request.chat_template_kwargs or {})
+    variables = dict(request.chat_template_kwargs or {})
     if request.reasoning is not None and request.reasoning.effort is not None:
-        template.setdefault("reasoning_effort", request.reasoning.effort)
+        variables.setdefault("reasoning_effort", request.reasoning.effort)
     verbosity = None if request.text is None else request.text.verbosity
-    template = serving.with_verbosity(template, "text.verbosity", verbosity)
+    variables = serving.prompts.with_verbosity(variables, "text.verbosity", verbosity)
     choice, most = chat_choice(request.tool_choice), most_calls(request.parallel_tool_calls)
     tools = read_tools(chat_tools(request.tools), choice, serving.tool_parser, most)
 
     async def made(some: Sequence[Item]) -> Prompt:
-        return await prompt_of(serving, request, [*instructions, *item_messages((), some)], tools, template)
+        return await prompt_of(serving, request, [*instructions, *item_messages((), some)], tools, variables)
 
     if request.truncation == "auto":
-        prompt = await fitting([*earlier, *items], made, serving.limit, request.max_output_tokens)
+        prompt = await fitting([*earlier, *items], made, serving.prompts.limit, request.max_output_tokens)
     else:
-        prompt = await prompt_of(serving, request, [*instructions, *messages], tools, template)
+        prompt = await prompt_of(serving, request, [*instructions, *messages], tools, variables)
     return _Given(before, items, tools, prompt)
 
 
-# ---- responses that are kept
+# ---- stored responses
 
 
 def _before(serving: Serving, call: Call, request: InputTokensRequest) -> tuple[bytes, ...]:
@@ -113,8 +118,10 @@ def _before(serving: Serving, call: Call, request: InputTokensRequest) -> tuple[
     return stored.turns
 
 
-def _keep(store: ResponseStore, owner: str | None, turns: tuple[bytes, ...], id: str, body: bytes, said: bytes) -> None:
-    store.put(id, StoredResponse(owner, body, (*turns, said)))
+def _keep(
+    store: ResponseStore, owner: str | None, turns: tuple[bytes, ...], id: str, body: bytes, output: bytes
+) -> None:
+    store.put(id, StoredResponse(owner, body, (*turns, output)))
 
 
 def _unknown(id: str, code: str, param: str) -> ApiError:
@@ -124,7 +131,7 @@ def _unknown(id: str, code: str, param: str) -> ApiError:
 async def get_response(serving: Serving, call: Call) -> None:
     if query_text(call, "stream", "") not in ("", "false"):
         raise unsupported("stream", "a response that is over is told in one piece")
-    await call.answer(200, _kept(serving, call).body)
+    await call.answer(200, _stored(serving, call).body)
 
 
 async def delete_response(serving: Serving, call: Call) -> None:
@@ -135,16 +142,17 @@ async def delete_response(serving: Serving, call: Call) -> None:
 
 
 async def input_items(serving: Serving, call: Call) -> None:
-    """All that the model was given for a response but its instructions: also what was said in those that it follows."""
-    await call.answer(200, page(_kept(serving, call).turns[:-1], call))
+    """The items that the model was given for a response, also those of the responses that it follows; not its
+    instructions."""
+    await call.answer(200, page(_stored(serving, call).turns[:-1], call))
 
 
 async def cancel_response(serving: Serving, call: Call) -> None:
-    _kept(serving, call)
+    _stored(serving, call)
     raise unsupported("background", "a response is made while its client waits: close the connection to cancel it")
 
 
-def _kept(serving: Serving, call: Call) -> StoredResponse:
+def _stored(serving: Serving, call: Call) -> StoredResponse:
     id = call.scope["path_params"]["id"]
     stored = serving.responses.get(id, call.caller.key)
     if stored is None:

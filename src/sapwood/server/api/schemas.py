@@ -1,5 +1,5 @@
-"""What clients send, field by field. What is not named here is accepted and ignored; what would change the
-answer and is not there is refused by name (unserved.py)."""
+"""The fields of requests. Fields that are not named here are accepted and ignored; fields that would change the answer
+and are not served are refused by name (unserved.py). Docstrings of structs are shown to users, by /openapi.json."""
 
 from __future__ import annotations
 
@@ -11,21 +11,19 @@ from msgspec import Meta, Struct
 
 from sapwood.engine.params import MOST_BAD_WORDS, MOST_STOP_LENGTH, MOST_STOPS
 
+from .. import limits
 from ..errors import ApiError, bad, unsupported
 from .unserved import CHAT, COMPLETIONS, EVERY, PROMPT, STRUCTURED, also_unserved, refuse_unserved
 
-MOST_DEPTH = 100  # of a body's lists and objects in each other
-MOST_LISTS = 100_000  # lists and objects of a body. What looks like one in its texts counts as well, here
-MOST_STRINGS = 150_000  # and here,
-MOST_VALUES = 2_000_000  # and here
-MOST_NAMED = 1 << 15  # tokens in allowed_token_ids and logit_bias, all prompts together
-Text = Annotated[str, Meta(max_length=32 << 20)]
-Name = Annotated[str, Meta(min_length=1, max_length=512)]
-Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Strings = list[Annotated[str, Meta(max_length=1 << 20)]]
+Text = Annotated[str, Meta(max_length=limits.MAX_TEXT_CHARACTERS)]
+Name = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_CHARACTERS)]
+Keyword = Annotated[str, Meta(max_length=limits.MAX_KEYWORD_CHARACTERS)]
+Salt = Annotated[str, Meta(max_length=limits.MAX_SALT_CHARACTERS)]
+Count = Annotated[int, Meta(ge=0, le=limits.MAX_COUNT)]
+Strings = list[Annotated[str, Meta(max_length=limits.MAX_STRING_CHARACTERS)]]
 Word = Annotated[str, Meta(max_length=MOST_STOP_LENGTH)]
-Messages = Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=4096)]
-Tokens = Annotated[list[int], Meta(max_length=1 << 20)]
+Messages = Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=limits.MAX_MESSAGES)]
+Tokens = Annotated[list[int], Meta(max_length=limits.MAX_DETOKENIZED_TOKENS)]
 
 
 class StreamOptions(Struct, kw_only=True):
@@ -57,7 +55,7 @@ class StructuredOutputs(Struct, kw_only=True):
 
 @also_unserved(EVERY)
 class Sampling(Struct, kw_only=True):
-    """What all requests to generate share."""
+    """The fields that all requests to generate share."""
 
     model: Name | None = None
     max_tokens: Count | None = None
@@ -76,7 +74,7 @@ class Sampling(Struct, kw_only=True):
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
     logit_bias: dict[str, float] | None = None
-    allowed_token_ids: Annotated[list[int], Meta(max_length=MOST_NAMED)] | None = None
+    allowed_token_ids: Annotated[list[int], Meta(max_length=limits.MAX_NAMED_TOKENS)] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -93,18 +91,18 @@ class Sampling(Struct, kw_only=True):
     guided_regex: Text | None = None
     guided_choice: Strings | None = None
     guided_grammar: Text | None = None
-    regex: Text | None = None  # SGLang's,
-    ebnf: Text | None = None
-    grammar: Text | None = None  # llama.cpp's,
-    json_schema: dict[str, Any] | Text | None = None  # and that of both
+    regex: Text | None = None  # SGLang's
+    ebnf: Text | None = None  # SGLang's
+    grammar: Text | None = None  # llama.cpp's
+    json_schema: dict[str, Any] | Text | None = None  # of both
     return_token_ids: bool | None = None
-    request_id: Annotated[str, Meta(max_length=256)] | None = None
+    request_id: Annotated[str, Meta(max_length=limits.MAX_REQUEST_ID_CHARACTERS)] | None = None
     # the cache
-    cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
+    cache_salt: Salt | None = None
     cache_prompt: bool | None = None
     cache_report: bool | None = None
-    prompt_cache_key: Annotated[str, Meta(max_length=1024)] | None = None
-    best_of: int | None = None  # only what says nothing besides n
+    prompt_cache_key: Salt | None = None
+    best_of: int | None = None  # refused unless it means the same as n
 
 
 @also_unserved(CHAT)
@@ -122,8 +120,8 @@ class ChatRequest(Sampling, kw_only=True):
     add_special_tokens: bool | None = None
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
-    reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
-    verbosity: Annotated[str, Meta(max_length=32)] | None = None
+    reasoning_effort: Keyword | None = None
+    verbosity: Keyword | None = None
     documents: list[dict[str, Any]] | None = None
 
 
@@ -157,7 +155,7 @@ class DetokenizeRequest(Struct, kw_only=True):
 
 class LoadAdapter(Struct, kw_only=True):
     lora_name: Name
-    lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    lora_path: Annotated[str, Meta(min_length=1, max_length=limits.MAX_PATH_CHARACTERS)]
 
 
 class UnloadAdapter(Struct, kw_only=True):
@@ -176,7 +174,7 @@ class ExplainRequest(Struct, kw_only=True):
     continue_final_message: bool | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
+    cache_salt: Salt | None = None
 
 
 T = TypeVar("T")
@@ -184,11 +182,12 @@ _decoders: dict[type, msgspec.json.Decoder[Any]] = {}
 
 
 def parse(body: bytes, kind: type[T]) -> T:
-    """A request, or the 400 that says what is wrong with it. Whatever the content type says, a body is JSON; of a name
-    that comes twice the last one counts. The work is bounded before it begins: nobody else is served meanwhile."""
-    lists = body.count(b"[") + body.count(b"{")
-    if lists > MOST_LISTS or body.count(b'"') > 2 * MOST_STRINGS or body.count(b",") > MOST_VALUES:
-        most = f"{MOST_LISTS} lists and objects, {MOST_STRINGS} strings and {MOST_VALUES} values"
+    """A request, or the 400 that says what is wrong with it. A body is JSON, whatever its content type says; of a name
+    that comes twice the last one counts. The work is bounded before it begins: other requests wait meanwhile."""
+    lists, strings, values = limits.MAX_JSON_LISTS, limits.MAX_JSON_STRINGS, limits.MAX_JSON_VALUES
+    brackets = body.count(b"[") + body.count(b"{")
+    if brackets > lists or body.count(b'"') > 2 * strings or body.count(b",") > values:
+        most = f"{lists} lists and objects, {strings} strings and {values} values"
         raise ApiError(400, f"the body may have {most}; brackets, quotes and commas are counted", "too_many_values")
     decoder = _decoders.get(kind)
     if decoder is None:
@@ -207,20 +206,21 @@ def parse(body: bytes, kind: type[T]) -> T:
         raise ApiError(400, f"the body is not JSON: {error}", "invalid_json") from None
     except RecursionError:
         raise _too_deep() from None
-    if lists > MOST_DEPTH:
+    if brackets > limits.MAX_JSON_DEPTH:
         _check_depth(request)  # type: ignore[arg-type]
     _check_supported(request)
     return request
 
 
 def _too_deep() -> ApiError:
-    return ApiError(400, f"the body is nested too deeply: {MOST_DEPTH} lists and objects may", "invalid_json")
+    most = limits.MAX_JSON_DEPTH
+    return ApiError(400, f"the body is nested too deeply: {most} lists and objects may", "invalid_json")
 
 
 def _check_depth(request: Struct) -> None:
-    """Layer by layer: nothing calls itself here, and what comes later may."""
+    """Layer by layer, without recursion. Code that gets the request later may then use recursion."""
     layer: list[Any] = [request]
-    for _ in range(MOST_DEPTH + 1):
+    for _ in range(limits.MAX_JSON_DEPTH + 1):
         layer = [below for value in layer for below in _inside(value) if isinstance(below, (dict, list, Struct))]
         if not layer:
             return
@@ -229,7 +229,7 @@ def _check_depth(request: Struct) -> None:
 
 def _inside(value: Any) -> Iterable[Any]:
     if isinstance(value, Struct):
-        flat = ("prompt", "tokens")  # long, and of a type without depth
+        flat = ("prompt", "tokens")  # long lists of plain values
         return [getattr(value, name) for name in value.__struct_fields__ if name not in flat]
     return value.values() if isinstance(value, dict) else value
 

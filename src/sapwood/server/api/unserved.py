@@ -1,6 +1,6 @@
-"""What clients of OpenAI, Anthropic, vLLM, SGLang and llama.cpp's server send, and this server does not have. A field
-that would change the answer is refused by name, unless what it says asks for nothing; one that changes nothing is
-accepted, and listed here, so that it is clear of every field of theirs what becomes of it."""
+"""Fields that clients of OpenAI, Anthropic, vLLM, SGLang and llama.cpp's server send, and this server does not have. A
+field that would change the answer is refused by name, unless its value asks for nothing; a field that changes nothing
+is accepted. Both kinds are listed, so that it is clear of every field of these APIs what becomes of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ S = TypeVar("S", bound=Struct)
 
 
 class Unserved(NamedTuple):
-    """`neutral`: what the field may say all the same, besides null."""
+    """`neutral`: values besides null that ask for nothing, and are accepted."""
 
     why: str
     neutral: tuple[Any, ...] = (False, "", [])
@@ -26,7 +26,7 @@ _SAMPLERS = "of samplers there are temperature, top_p, top_k, min_p and penaltie
 _TEMPLATE = "put it into chat_template_kwargs, where the model's template knows it"
 _ONE_SERVER = "prefill and decode run in one server"
 
-EVERY: dict[str, Unserved] = {  # requests to generate, whatever the API
+EVERY: dict[str, Unserved] = {  # requests to generate, of every API
     # vLLM
     "ec_transfer_params": Unserved(_ONE_SERVER, ({},)),
     "guided_whitespace_pattern": Unserved("whitespace in JSON is what the server allows"),
@@ -109,7 +109,7 @@ COMPLETIONS: dict[str, Unserved] = {
     "tools": Unserved("use /v1/chat/completions"),
     "top_logprobs": Unserved("use logprobs", (0,)),
 }
-_ONE_ANSWER: dict[str, Unserved] = {  # where a request has one answer, and its fields are those of its API
+_ONE_ANSWER: dict[str, Unserved] = {  # the APIs whose requests have one answer
     "add_generation_prompt": Unserved("the answer follows the last message", (True,)),
     "audio": Unserved("this server reads and writes text"),
     "chat_template": Unserved("templates come from the model or from --chat-template"),
@@ -163,7 +163,7 @@ MESSAGES: dict[str, Unserved] = {
     "top_logprobs": Unserved("use /v1/chat/completions", (0,)),
     "verbosity": Unserved(_TEMPLATE, ("medium",)),
 }
-PROMPT: dict[str, Unserved] = {  # where a prompt is made, and nothing of it
+PROMPT: dict[str, Unserved] = {  # requests that make a prompt and generate nothing
     "chat_template": Unserved("templates come from the model or from --chat-template"),
     "documents": Unserved("send them to /v1/chat/completions"),
     "truncate_prompt_tokens": Unserved("it is for requests that generate"),
@@ -173,22 +173,22 @@ STRUCTURED: dict[str, Unserved] = {  # in vLLM's structured_outputs
     "disable_any_whitespace": Unserved("whitespace in JSON is what the server allows"),
     "whitespace_pattern": Unserved("whitespace in JSON is what the server allows"),
 }
-# The others, by what they are about. They change nothing of an answer here.
+# Accepted: these change nothing of an answer here.
 ACCEPTED = frozenset(
     (
-        # who asks, and for whom
+        # the client, and its user
         *("user", "metadata", "session_id", "rid", "custom_labels", "safety_identifier"),
         *("service_tier", "store", "prompt_cache_retention", "cache_control", "inference_geo"),
-        # where and how something is computed
+        # where and how the engine computes
         *("guided_decoding_backend", "backend_sampling", "id_slot", "routed_dp_rank", "disagg_prefill_dp_rank"),
         *("data_parallel_rank", "ngram_corpus_id", "n_cache_reuse", "n_keep", "n_discard", "prediction"),
-        # how a stream is cut into events, and figures beside the answer
+        # how a stream is cut into events; figures beside the answer
         *("stream_interval", "stream_reasoning", "sse_ping_interval", "timings_per_token", "return_progress"),
         "verbose",
         # images and sounds, of which a request has none
         *("media_io_kwargs", "mm_processor_kwargs", "images_config", "max_dynamic_patch", "min_dynamic_patch"),
         *("use_audio_in_video", "return_mm_kwargs"),
-        # numbers that belong to one of the fields above, and say nothing without it
+        # numbers that belong to one of the unserved fields, and mean nothing without it
         *("length_penalty", "early_stopping", "routed_experts_prompt_start", "routed_experts_start_len"),
         *("custom_params", "adaptive_decay", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
         *("dry_sequence_breakers", "dynatemp_exponent", "mirostat_eta", "mirostat_tau", "xtc_threshold"),
@@ -199,11 +199,11 @@ ACCEPTED = frozenset(
 
 
 def also_unserved(table: Mapping[str, Unserved]) -> Callable[[type[S]], type[S]]:
-    """A struct has these fields too, so that they are seen when they come, and described. `UNSERVED`: all of them."""
+    """A decorator that adds these fields to a struct, so that they are found and described. `UNSERVED`: all of them."""
     fields = []
     for name, each in table.items():
-        told = Meta(description=f"Not served: {each.why}.", extra_json_schema={"enum": [None, *each.neutral]})
-        fields.append((name, Annotated[Any, told], None))
+        meta = Meta(description=f"Not served: {each.why}.", extra_json_schema={"enum": [None, *each.neutral]})
+        fields.append((name, Annotated[Any, meta], None))
 
     def made(kind: type[S]) -> type[S]:
         more = {"__doc__": kind.__doc__, "UNSERVED": {**getattr(kind, "UNSERVED", {}), **table}}
@@ -214,7 +214,7 @@ def also_unserved(table: Mapping[str, Unserved]) -> Callable[[type[S]], type[S]]
 
 
 def refuse_unserved(request: Struct, where: str = "") -> None:
-    """What asks for nothing is as if it were not there."""
+    """ApiError for an unserved field with a value that asks for something; other values become None."""
     table: Mapping[str, Unserved] = getattr(request, "UNSERVED", {})
     for name, each in table.items():
         value = getattr(request, name)
@@ -226,5 +226,5 @@ def refuse_unserved(request: Struct, where: str = "") -> None:
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    """As in JSON, where true is not 1."""
+    """Equal as in JSON, where true is not 1."""
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)

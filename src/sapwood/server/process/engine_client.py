@@ -92,11 +92,12 @@ class EngineJob:
     """One request in the engine. `news`: a lane has tokens or an end, the client has left (`gone`), or nothing has come
     for long (`idle`).
 
-    If a reader waits for news, `on_tokens` makes its output of them at once, for all requests of a step before any of
-    them writes: writes that follow each other find the clients awake, which costs a fraction."""
+    `render` belongs to the reader of the job: it turns news into what the reader writes. `wake` calls it, for all
+    requests of a step before any reader runs, so that all writes of a step follow each other: a write that finds its
+    client awake costs a fraction of one that wakes it."""
 
     __slots__ = (
-        *("_future", "_waiter", "first", "gone", "idle", "lanes", "link", "news", "numbers", "on_tokens", "since"),
+        *("_future", "_waiter", "first", "gone", "idle", "lanes", "link", "news", "numbers", "render", "since"),
         *("_kept", "_missed", "_reported", "holds", "tenant"),
     )
 
@@ -110,7 +111,7 @@ class EngineJob:
         self.idle = False
         self.news = False
         self.since = time.monotonic()  # when tokens last came
-        self.on_tokens: Callable[[], Any] = lambda: None
+        self.render: Callable[[], Any] = lambda: None
         self.holds: Callable[[int], None] = lambda bytes: None  # called with the memory that the answer holds
         self._kept = 0  # bytes of the part that was read; unread tokens are added to them
         self._missed = 0  # news that no reader waited for
@@ -118,8 +119,8 @@ class EngineJob:
         self._future = asyncio.get_running_loop().create_future
         self._waiter: asyncio.Future[Any] | None = None
 
-    def more(self) -> asyncio.Future[Any]:
-        """What `on_tokens` returns or raises, when there are news."""
+    def rendered(self) -> asyncio.Future[Any]:
+        """What `render` returns or raises, as soon as there is news."""
         self._waiter = waiter = self._future()
         self._missed = 0
         if self._reported > _MAX_UNREAD_BYTES:
@@ -138,7 +139,7 @@ class EngineJob:
                 self._report()
             return
         try:
-            waiter.set_result(self.on_tokens())
+            waiter.set_result(self.render())
         except (ApiError, Disconnected) as error:  # frames in a traceback would hold the waiter, which holds the error
             waiter.set_exception(error.with_traceback(None))
         except Exception as error:

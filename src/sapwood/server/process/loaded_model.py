@@ -32,7 +32,7 @@ def model(flags: Mapping[str, Any], progress: Callable[[str], None], events: boo
     from sapwood.engine.loading.default_model import DEFAULT_NAME
     from sapwood.engine.loading.weights import find_model
 
-    from ..text.tokenizer_file import tokenizer_file
+    from ..text.tokens import tokenizer_file
 
     config = EngineConfig(**{**flags, "skip_tokenizer_init": True})
     progress("finding the model")

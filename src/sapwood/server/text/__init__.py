@@ -1,1 +1,1 @@
-"""Between text and tokens: templates, tokenizers, reasoning, calls of tools."""
+"""Between text and tokens: chat templates, tokenizers, reasoning, tool calls."""

@@ -1,4 +1,5 @@
-"""A sample's text as its parts: reasoning, content and tool calls, as it comes. And what a request says of tools."""
+"""A sample's text as parts: reasoning, content and tool calls, as it comes; and the tools of a request, which decide
+how calls are found in it."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ import msgspec
 
 from ..api.schemas import Sampling
 from ..errors import bad
+from ..limits import MAX_CALLS
 from ..process.grammars import GrammarSpec
 from .reasoning import ReasoningSplitter
 from .tools import (
-    MOST_CALLS,
     CallArguments,
     CallBegins,
     Content,
@@ -44,21 +45,22 @@ Part = Reasoning | Content | CallBegins | CallArguments
 
 
 class Tools(NamedTuple):
-    """What a request says of tools. `shown`: those that the model is told of. `most`: calls that it may make."""
+    """The tools of a request. `shown`: those in the prompt. `most`: how many calls the model may make."""
 
     choice: ToolChoice
     shown: Sequence[Mapping[str, Any]] | None
-    grammar: GrammarSpec | None  # of a call that is demanded
+    grammar: GrammarSpec | None  # of calls that the request demands
     parser: Callable[[], ToolParser] | None
-    most: int = MOST_CALLS
+    most: int = MAX_CALLS
 
     def show_marks(self, request: Sampling) -> None:
-        """The marks of calls are special tokens in some vocabularies, and without them a call is only text."""
+        """Have special tokens in the text: in some vocabularies they are the marks of calls, without which a call is
+        only text."""
         if self.parser is not None and request.skip_special_tokens is None:
             request.skip_special_tokens = False
 
 
-def read_tools(tools: Any, tool_choice: Any, default: str | None, most: int = MOST_CALLS) -> Tools:
+def read_tools(tools: Any, tool_choice: Any, default: str | None, most: int = MAX_CALLS) -> Tools:
     """`default`: the format of this model's calls."""
     try:
         choice = check_tools(tools, tool_choice)
@@ -76,11 +78,11 @@ def read_tools(tools: Any, tool_choice: Any, default: str | None, most: int = MO
 
 def most_calls(parallel_tool_calls: bool | None) -> int:
     """How many calls an answer may have."""
-    return 1 if parallel_tool_calls is False else MOST_CALLS
+    return 1 if parallel_tool_calls is False else MAX_CALLS
 
 
 def with_tools_in_system_prompt(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> list[Mapping[str, Any]]:
-    """For a chat template that knows of no tools: messages that begin with what the model must know of them."""
+    """Messages for a chat template that knows of no tools: the system message describes them."""
     listed = "\n".join(msgspec.json.encode(tool).decode() for tool in tools)
     text = _TOOLS_TEXT.format(tools=listed)
     first = messages[0]
@@ -90,13 +92,13 @@ def with_tools_in_system_prompt(messages: Sequence[Mapping[str, Any]], tools: Se
 
 
 class AnswerParser:
-    """One sample. `splitter`: what tells its reasoning apart, or None."""
+    """The parts of one sample. `splitter`: None where its text has no reasoning."""
 
     __slots__ = ("_most", "_parser", "_splitter", "calls", "full")
 
     def __init__(self, tools: Tools, splitter: ReasoningSplitter | None) -> None:
-        self.calls = 0  # begun so far
-        self.full = False  # a call more than there may be has begun: from there on nothing counts
+        self.calls = 0  # that have begun
+        self.full = False  # one call too many has begun: the text from there on is dropped
         self._most = tools.most
         self._parser = None if tools.parser is None else tools.parser()
         self._splitter = splitter
@@ -104,14 +106,14 @@ class AnswerParser:
     def push(self, text: str) -> list[Part]:
         if self._splitter is None:
             return self._content(text)
-        thought, said = self._splitter.push(text)
-        return ([Reasoning(thought)] if thought else []) + self._content(said)
+        reasoning, content = self._splitter.push(text)
+        return ([Reasoning(reasoning)] if reasoning else []) + self._content(content)
 
     def finish(self) -> list[Part]:
         parts: list[Part] = []
         if self._splitter is not None:
-            thought, said = self._splitter.finish()
-            parts = ([Reasoning(thought)] if thought else []) + self._content(said)
+            reasoning, content = self._splitter.finish()
+            parts = ([Reasoning(reasoning)] if reasoning else []) + self._content(content)
         if self._parser is not None:
             parts += self._counted(self._parser.finish())
         return parts

@@ -1,13 +1,13 @@
-"""Reasoning in generated text: `<think> ... </think>`, told apart from the answer as the text comes. Its parsers:
+"""Reasoning in generated text: `<think> ... </think>`, split from the answer as the text comes. The parsers:
 
-think        a text without an opening tag, its own or the prompt's, is an answer (glm45 and glm47 too)
+think        text behind no opening tag, of the model or of the prompt, is the answer (glm45 and glm47 too)
 qwen3        it is reasoning, up to the closing tag or a tool call, unless the request turns thinking off (mimo too)
 deepseek_r1  it is reasoning, up to the closing tag
 """
 
 from __future__ import annotations
 
-from .marks import half_mark
+from .tools.base import half_mark
 
 OPENING, CLOSING = "<think>", "</think>"
 PARSERS = {name: name for name in ("think", "qwen3", "deepseek_r1")} | {
@@ -19,17 +19,17 @@ _CALL = "<tool_call>"
 
 
 def opens_reasoning(prompt: str, opening: str = OPENING) -> bool:
-    """Whether the prompt, as the chat template made it, ends inside: the model goes on without a tag of its own."""
+    """Whether the prompt, as the chat template made it, ends inside reasoning: the model goes on without a tag."""
     return prompt.rstrip().endswith(opening)
 
 
 def splitter_for(parser: str, prompt: str, *, thinks: bool, calls: bool, held: bool) -> ReasoningSplitter:
-    """What splits one text behind this prompt. `thinks`: the request does not turn that off; `calls`: it has tools;
-    `held`: a grammar holds the text from its beginning, so that reasoning is only what it opens itself."""
+    """The splitter of one text behind this prompt. `thinks`: the request does not turn thinking off; `calls`: it has
+    tools; `held`: a grammar holds the text from its beginning, and only the grammar may open reasoning."""
     kind = PARSERS[parser]
     inside = opens_reasoning(prompt)
     if kind != "think" and (thinks or kind == "deepseek_r1"):
-        inside = not prompt.rstrip().endswith(CLOSING)  # the template has ended it, so that nothing is thought
+        inside = not prompt.rstrip().endswith(CLOSING)  # else the template has ended the reasoning already
     inside = inside and not held
     return ReasoningSplitter(begins_inside=inside, cut_by=_CALL if kind == "qwen3" and calls else "")
 
@@ -37,10 +37,10 @@ def splitter_for(parser: str, prompt: str, *, thinks: bool, calls: bool, held: b
 class ReasoningSplitter:
     """One text, split into reasoning and content, the same however it is cut into pieces.
 
-    A text has at most one reasoning, at its beginning: a tag that comes later is content like any other word. Whether
-    the text begins inside, as `opens_reasoning` tells, says what a text without an opening tag is: then reasoning, up
-    to the closing tag or to its end; else content, all of it. A model that repeats the tag of the prompt is forgiven.
-    `cut_by`: a mark that ends it as well, and is content itself.
+    A text has at most one reasoning, at its beginning: a tag that comes later is content like any other word. A text
+    without an opening tag is content, all of it; where it begins inside reasoning (`opens_reasoning`), it is reasoning
+    up to the closing tag or to its end. A model may repeat the tag of the prompt. `cut_by`: a mark that ends the
+    reasoning as well, and is content itself.
 
     Whitespace is kept as vLLM's parsers for deepseek_r1 and qwen3 keep it: what is between the tags is the reasoning
     and what follows is the content, with every space and line break. Only whitespace before an opening tag is dropped.
@@ -57,8 +57,8 @@ class ReasoningSplitter:
         self._begins_inside = begins_inside
         self._opening, self._closing, self._cut_by = opening, closing, cut_by
         self._state = "beginning"  # then "inside", then "outside"
-        self._spaces: list[str] = []  # of the beginning
-        self._half = ""  # what may become a tag
+        self._spaces: list[str] = []  # at the beginning of the text
+        self._half = ""  # the end of the text so far, which may become a tag
 
     def push(self, text: str) -> tuple[str, str]:
         """The reasoning and the content that are final with one more piece of text."""
@@ -77,7 +77,7 @@ class ReasoningSplitter:
         return (rest, "") if inside else ("", rest)
 
     def _begin(self, text: str) -> str:
-        """What of the text is left once it is known how it begins."""
+        """The text that is left once its beginning is known."""
         body = text.lstrip()
         self._spaces.append(text[: len(text) - len(body)])
         if body.startswith(self._opening):

@@ -1,6 +1,6 @@
-"""Chat templates: messages to the text of a prompt. They come with a model and are run in jinja2's sandbox, as
-transformers runs them: nothing of Python can be reached from one, and nothing can be changed. What goes round in them
-is what clients send, often in loops within loops: the turns of all loops together have a bound."""
+"""Chat templates: messages to the text of a prompt. They come with a model and run in jinja2's sandbox, as transformers
+runs them: a template can reach nothing of Python and change nothing. Their loops go over what clients send, often
+within each other: the turns of all loops together have a bound (`MAX_TEMPLATE_TURNS`)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ import jinja2.sandbox
 
 from sapwood.engine.loading.model_files import ModelError, read_json
 
-MOST_TURNS = 2_000_000  # of all loops of a template together: some seconds of a processor
-_GIVEN = ("messages", "tools", "add_generation_prompt", "continue_final_message")  # by fields of their own
+from ..limits import MAX_TEMPLATE_TURNS
+
+_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message")  # of a request
 
 
 class TemplateError(ValueError):
@@ -28,8 +29,8 @@ class TemplateError(ValueError):
 
 
 class ChatTemplate:
-    """`text` is the source of the template; `tokens` the special tokens it may name (bos_token, ...). `variables`: what
-    it asks for."""
+    """`text` is the source of the template; `tokens` are the special tokens that it may name (bos_token, ...);
+    `variables` are the names that it reads."""
 
     def __init__(self, text: str, tokens: Mapping[str, Any]) -> None:
         self.text = text
@@ -56,17 +57,18 @@ class ChatTemplate:
         continue_final_message: bool,
         more: Mapping[str, Any],
     ) -> str:
-        """The prompt of a conversation. `continue_final_message`: it ends where the last message does."""
-        for name in _GIVEN:
+        """The prompt of a conversation. `continue_final_message`: the prompt ends where the last message does. `more`:
+        further variables."""
+        for name in _FIELDS:
             if name in more:
                 raise TemplateError(f"chat_template_kwargs may not have {name}, which is a field of the request")
         given = {"messages": messages, "tools": tools or None, "add_generation_prompt": add_generation_prompt}
-        _turns.set([MOST_TURNS])
+        _turns.set([MAX_TEMPLATE_TURNS])
         try:
             text = self._template.render({**self._tokens, **more, **given})
         except TemplateError:
             raise
-        except Exception as error:  # whatever a template does with a client's words
+        except Exception as error:  # a template may do anything with a client's messages
             raise TemplateError(f"the chat template does not take these messages: {error!s:.300}") from None
         if continue_final_message:
             return _up_to_the_last(text, messages)
@@ -84,32 +86,32 @@ def _up_to_the_last(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
     return text[:end]
 
 
-def asked_template(asked: str, tokens: Mapping[str, Any]) -> ChatTemplate:
-    """What `--chat-template` names: a file, or the text itself."""
-    if "{" in asked:
-        return ChatTemplate(asked, tokens)
-    path = Path(asked).expanduser()
+def given_template(given: str, tokens: Mapping[str, Any]) -> ChatTemplate:
+    """The template that `--chat-template` names: a file, or the text itself."""
+    if "{" in given:
+        return ChatTemplate(given, tokens)
+    path = Path(given).expanduser()
     if not path.is_file():
-        raise ModelError(f"chat_template: {asked:.200} is neither a file nor a template")
+        raise ModelError(f"chat_template: {given:.200} is neither a file nor a template")
     try:
         return ChatTemplate(path.read_text(), tokens)
     except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"chat_template: {asked:.200} cannot be read: {error}") from None
+        raise ModelError(f"chat_template: {given:.200} cannot be read: {error}") from None
 
 
-def find_template(folder: str, asked: str | None) -> ChatTemplate | None:
+def find_template(folder: str, given: str | None) -> ChatTemplate | None:
     """The template of a model, or the file or text that `--chat-template` names."""
     where = Path(folder)
     config = read_json(where / "tokenizer_config.json") if (where / "tokenizer_config.json").is_file() else {}
     tokens = {name: _content(value) for name, value in config.items() if name.endswith("_token")}
-    if asked is not None:
-        return asked_template(asked, tokens)
+    if given is not None:
+        return given_template(given, tokens)
     if (where / "chat_template.jinja").is_file():
         return ChatTemplate((where / "chat_template.jinja").read_text(), tokens)
     if (where / "chat_template.json").is_file():
         config = {**config, **read_json(where / "chat_template.json")}
     text = config.get("chat_template")
-    if isinstance(text, list):  # several by name
+    if isinstance(text, list):  # several templates with names
         named = {each.get("name"): each.get("template") for each in text if isinstance(each, dict)}
         text = named.get("default") or next(iter(named.values()), None)
     return ChatTemplate(text, tokens) if isinstance(text, str) else None
@@ -131,8 +133,8 @@ def _now(form: str) -> str:
     return datetime.datetime.now().strftime(form)
 
 
-_COUNTED = "sapwood.counted"  # no name that a template could write
-_turns: ContextVar[list[int]] = ContextVar("turns")  # that are left to the template that is rendered
+_COUNTED = "sapwood.counted"  # a filter whose name no template could write
+_turns: ContextVar[list[int]] = ContextVar("turns")  # that the template being rendered may still take
 
 
 def _counted(values: Iterable[Any]) -> Iterator[Any]:
@@ -140,7 +142,7 @@ def _counted(values: Iterable[Any]) -> Iterator[Any]:
     for value in values:
         left[0] -= 1
         if left[0] < 0:
-            raise TemplateError(f"the chat template goes through its loops more than {MOST_TURNS} times")
+            raise TemplateError(f"the chat template goes through its loops more than {MAX_TEMPLATE_TURNS} times")
         yield value
 
 
@@ -154,7 +156,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}`, which marks what a model says, for training; here it changes
+    """`{% generation %} ... {% endgeneration %}`, which marks the model's messages for training. Here it changes
     nothing."""
 
     tags = {"generation"}  # noqa: RUF012

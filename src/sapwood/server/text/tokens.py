@@ -1,8 +1,9 @@
-"""Text to token ids, and messages to text: what a server without transformers needs of a tokenizer.
+"""Text to token ids and back, without transformers; and the tokenizer.json of a model, which is made from other forms
+where a model has none.
 
-Encoding runs on threads, by the one call of `tokenizers` that lets go of the interpreter, so that a long prompt does
-not hold up the streams of others. A prompt is encoded in segments between special tokens, and each segment's ids are
-kept: the next turn of a chat encodes its new messages alone. That this is exact for a tokenizer is tried when it is
+Encoding runs on threads, by the one call of `tokenizers` that releases the interpreter, so that a long prompt does not
+hold up other streams. A prompt is encoded in segments between special tokens, and the ids of each segment are cached:
+the next turn of a chat encodes its new messages alone. Whether that is exact for a tokenizer is tested when it is
 loaded; where it is not, prompts are encoded whole.
 """
 
@@ -10,12 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -23,15 +26,19 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from sapwood.engine.detokenize import Detokenizer
+from sapwood.engine.loading.model_files import ModelError
+from sapwood.engine.loading.usercache import cache_folder, made_once
 
 T = TypeVar("T")
 Ids = npt.NDArray[np.int32]
-_INLINE_CHARACTERS = 2000  # characters that are encoded at once, without a thread; and tokens that are decoded so
-_SLICE_CHARACTERS = 32768  # characters that are counted at once
-_MOST_SEGMENTS = 16384
-_NICE = 10  # how much less the threads count than the event loop, where both want one core
-_SEGMENT_CACHE_BYTES = 64 << 20  # bytes of segments and their ids
-_TRIED = (
+_INLINE_CHARACTERS = 2000  # that are encoded without a thread; also tokens that are decoded without one
+_SLICE_CHARACTERS = 32768  # that are counted together
+_MAX_SEGMENTS = 16384  # of a prompt: one with more is encoded whole
+_NICE = 10  # of the threads, which give way to the event loop where both want one core
+_SEGMENT_CACHE_BYTES = 64 << 20  # of segments and their ids
+_OTHER_FORMS = ("tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
+_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt")
+_EXACTNESS_SAMPLES = (
     "Hello world",
     " leading space",
     "\nnew line\n\n",
@@ -46,14 +53,14 @@ _TRIED = (
 
 
 class AsyncTokenizer:
-    """A tokenizer, for one event loop."""
+    """A tokenizer that one event loop calls."""
 
     def __init__(self, path: str, threads: int = 2) -> None:
         self.tokenizer = Tokenizer.from_file(path)
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.detokenizer = Detokenizer(self.tokenizer)
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenize", initializer=_give_way)
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenize", initializer=_lower_priority)
         added = self.tokenizer.get_added_tokens_decoder()
         self.special = {token.content: id for id, token in added.items() if token.special}
         self._special_ids = {text: np.int32(id).tobytes() for text, id in self.special.items()}
@@ -72,39 +79,34 @@ class AsyncTokenizer:
         self._segments: OrderedDict[str, bytes] = OrderedDict()
         self._size = 0
 
-    @property
-    def by_segment(self) -> bool:
-        """Whether prompts are encoded in segments."""
-        return self._split is not None
-
     async def encode(self, text: str, add_special_tokens: bool) -> Ids:
         """The ids of a text. Special tokens written in it count as such."""
         if not add_special_tokens and self._split is not None:
-            pieces = self._split.split(text, _MOST_SEGMENTS)  # text, special token, text, ..., text
-            if len(pieces) <= 2 * _MOST_SEGMENTS:
+            pieces = self._split.split(text, _MAX_SEGMENTS)  # text, special token, text, ..., text
+            if len(pieces) <= 2 * _MAX_SEGMENTS:
                 return await self._in_segments(pieces)
         (ids,) = await self._encoded([text], add_special_tokens)
         return np.frombuffer(ids, np.int32)
 
     async def surely_more(self, text: str, most: int) -> bool:
-        """Whether a text certainly has more than so many tokens, found without looking at all of it."""
+        """Whether a text certainly has more than `most` tokens. It is not read to its end to find out."""
         found = 0
         for at in range(0, len(text), _SLICE_CHARACTERS):
             (ids,) = await self._encoded([text[at : at + _SLICE_CHARACTERS]], False)
-            found += len(ids) // 4 - 16  # a cut makes a few more of them than there are
+            found += len(ids) // 4 - 16  # a cut through a text makes a few more
             if found > most:
                 return True
         return False
 
     async def decode_long(self, ids: Sequence[int]) -> str:
-        """As `decode`, without holding up others."""
+        """As `decode`, on a thread where it would hold up streams."""
         if len(ids) <= _INLINE_CHARACTERS:
             return self.decode(ids)
         texts = await self.run(lambda: self.tokenizer.decode_batch([ids], skip_special_tokens=False))
         return texts[0]
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Do something that takes longer on a thread, in turn with texts that are encoded."""
+        """Do longer work on a thread, in turn with texts that are encoded."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def _in_segments(self, pieces: list[str]) -> Ids:
@@ -142,8 +144,8 @@ class AsyncTokenizer:
         """Whether encoding segments by themselves gives what encoding everything at once does."""
         assert self._split is not None
         special = next(iter(self.special))
-        for first in _TRIED:
-            for second in _TRIED:
+        for first in _EXACTNESS_SAMPLES:
+            for second in _EXACTNESS_SAMPLES:
                 text = f"{first}{special}{second}{special}{special}{first}"
                 whole = self.tokenizer.encode(text, add_special_tokens=False).ids
                 parts: list[int] = []
@@ -170,7 +172,35 @@ class AsyncTokenizer:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _give_way() -> None:
-    """For a thread whose work may wait for the streams."""
+def _lower_priority() -> None:
+    """For a thread whose work may wait for streams."""
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+
+
+def tokenizer_file(folder: str) -> str | None:
+    """The path of the tokenizer.json of a model, made once in the user's cache folder from another form if it has none.
+    None if the folder has no tokenizer."""
+    where = Path(folder).expanduser()
+    if where.is_file() and where.suffix == ".json":
+        return str(where)
+    if (where / "tokenizer.json").is_file():
+        return str(where / "tokenizer.json")
+    sources = [where / name for name in (*_OTHER_FORMS, *_BESIDE) if (where / name).is_file()]
+    if not any(path.name in _OTHER_FORMS for path in sources):
+        if not where.is_dir():
+            raise ModelError(f"the tokenizer in {folder} is not there: give a folder or a tokenizer.json")
+        return None
+    content = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:24]
+
+    def convert(target: Path) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            made = AutoTokenizer.from_pretrained(str(where), trust_remote_code=False, local_files_only=True)
+            made.backend_tokenizer.save(str(target / "tokenizer.json"))
+        except (OSError, ValueError, AttributeError, ImportError) as error:
+            why = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ModelError(f"the tokenizer in {folder} cannot be read: {why}") from error
+
+    return str(made_once(cache_folder("tokenizers") / content, convert) / "tokenizer.json")

@@ -1,12 +1,11 @@
-"""Tool calls: what a request says of them, and what a model writes.
+"""Tool calls: the fields of a request, and the calls that a model writes.
 
 - `check_tools`: the request's `tools` and `tool_choice`, checked -> `ToolChoice`.
 - `parser_for`, `guess_parser`: the parser of a format (one of `PARSERS`), by name and by the model's chat template;
-  `parser_of`: the same for the tools of a request, whose schemas say what arguments are that come as plain text.
+  `parser_of`: the same for the tools of a request, whose schemas give the types of arguments that are plain text.
 - `forced_calls`: for calls that the request demands, a grammar and a parser: in the form that the model writes
   (`written_grammar`), or else as JSON (`forced_schema`, `ForcedParser`).
-- `ToolParser`: what all parsers do: text in, `Delta`s out (`Content`, `CallBegins`, `CallArguments`). `gather` makes
-  content and `ToolCall`s of them.
+- `ToolParser`: the protocol of all parsers: text in, `Delta`s out (`Content`, `CallBegins`, `CallArguments`).
 - `call_id`: a fresh id for a call.
 
     parser = parser_for("hermes")()
@@ -25,16 +24,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from .deltas import MOST_CALLS, CallArguments, CallBegins, Content, Delta, ToolCall, ToolParser, gather
-from .forced import ForcedParser, forced_schema, functions_of
+from ...limits import MAX_CALLS
+from .base import CallArguments, CallBegins, Content, Delta, ToolParser
+from .forced import ForcedParser, forced_schema, functions_of, written_grammar
 from .formats import HermesParser, Llama3JsonParser, MistralParser
-from .request import MOST_TOOLS, ToolChoice, check_tools
+from .request import ToolChoice, check_tools
 from .tagged import Glm45Parser, Qwen3CoderParser, TaggedParser
-from .written import written_grammar
 
 __all__ = [
-    "MOST_CALLS",
-    "MOST_TOOLS",
     "PARSERS",
     "CallArguments",
     "CallBegins",
@@ -47,14 +44,12 @@ __all__ = [
     "Llama3JsonParser",
     "MistralParser",
     "Qwen3CoderParser",
-    "ToolCall",
     "ToolChoice",
     "ToolParser",
     "call_id",
     "check_tools",
     "forced_calls",
     "forced_schema",
-    "gather",
     "guess_parser",
     "parser_for",
     "parser_of",
@@ -74,7 +69,7 @@ PARSERS: dict[str, Callable[..., ToolParser]] = {
     "glm45": Glm45Parser,
     "glm47": Glm45Parser,
 }
-_FORMS = {"qwen3_xml": "qwen3_coder", "mimo": "qwen3_coder", "glm47": "glm45"}  # other names of what `written` knows
+_FORMS = {"qwen3_xml": "qwen3_coder", "mimo": "qwen3_coder", "glm47": "glm45"}  # other names of `written_grammar`'s
 # Marks of a chat template -> the format it teaches; the first whose marks are all there decides.
 _MARKS: tuple[tuple[tuple[str, ...], str | None], ...] = (
     (("<tool_call>", "<function="), "qwen3_coder"),
@@ -91,8 +86,8 @@ _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
 def parser_for(name: str) -> Callable[..., ToolParser]:
-    """What makes the parser of one text. It may be given `names`: calls to other functions are content then; without
-    it, whatever name the model writes is passed on."""
+    """A factory of parsers, one for each text. It may be given `names`: a call to any other function is content then;
+    without it, any name is passed on."""
     if name not in PARSERS:
         raise ValueError(f"the tool parser must be one of {', '.join(PARSERS)}, got {name!r:.60}")
     return PARSERS[name]
@@ -107,14 +102,15 @@ def guess_parser(chat_template: str | None) -> str | None:
 def parser_of(
     name: str, tools: Sequence[Mapping[str, Any]], names: frozenset[str] | None = None
 ) -> Callable[[], ToolParser]:
-    """What makes the parser of one text, for tools that `check_tools` has seen."""
+    """A factory of parsers, one for each text, for tools that `check_tools` has seen."""
     made = parser_for(name)
     tagged = isinstance(made, type) and issubclass(made, TaggedParser)
     return partial(made, names, functions_of(tools)) if tagged else partial(made, names)
 
 
 class Forced(NamedTuple):
-    """`kind`, `text`: a `GrammarSpec` that holds a text to the calls which were demanded."""
+    """How an answer is held to the calls that a request demands: `kind` and `text` of a `GrammarSpec`, and the parser
+    of the answer."""
 
     kind: str
     text: str
@@ -122,9 +118,10 @@ class Forced(NamedTuple):
 
 
 def forced_calls(
-    tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any], form: str | None, most: int = MOST_CALLS
+    tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any], form: str | None, most: int = MAX_CALLS
 ) -> Forced:
-    """For tools and a choice, "required" or a function, that `check_tools` has seen. `form`: how the model writes."""
+    """For tools and a choice, "required" or a function, that `check_tools` has seen. `form`: the format of the model's
+    calls."""
     name = None if isinstance(choice, str) else choice["function"]["name"]
     functions = {each: given for each, given in functions_of(tools).items() if name in (None, each)}
     written = None
@@ -137,7 +134,8 @@ def forced_calls(
 
 
 def call_id(parser: str | None = None) -> str:
-    """A fresh id, as the templates of the parser's models take them back: Mistral's want nine letters and digits."""
+    """A fresh id, in a form that the chat templates of the parser's models accept: Mistral's want nine letters and
+    digits."""
     if parser == "mistral":
         return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
     return f"call_{secrets.token_hex(12)}"

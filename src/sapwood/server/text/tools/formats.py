@@ -1,11 +1,11 @@
-"""The formats in which models write tool calls."""
+"""The formats in which models write tool calls as JSON; those with arguments between tags are in tagged.py."""
 
 from __future__ import annotations
 
 import re
 
+from ...limits import MAX_CALLS
 from .base import NAME, BaseParser
-from .deltas import MOST_CALLS
 from .json_text import SPACES, JsonText
 
 _CALL_ID = re.compile(r"[a-zA-Z0-9]+")
@@ -51,7 +51,7 @@ class Llama3JsonParser(BaseParser):
 
     def _behind_call(self, text: str, at: int) -> int:
         char = text[at]
-        if char == "{" and self._calls < MOST_CALLS:
+        if char == "{" and self._calls < MAX_CALLS:
             self._begin_object()
         elif char in SPACES or char == ";":
             self._held.append(char)
@@ -73,7 +73,7 @@ class MistralParser(BaseParser):
     def _opened(self, text: str, at: int) -> int:
         if text[at] == "[" and self.opening.startswith(text[at : at + len(self.opening)]):
             if text.startswith(self.opening, at):
-                self._fail()  # the mark twice: the second one may begin a call
+                self._fail()  # the mark is there twice: the second one may begin a call
                 return at
             self._half = text[at:]
             return len(text)

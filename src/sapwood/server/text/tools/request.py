@@ -1,4 +1,4 @@
-"""What a request says of tools: OpenAI's fields `tools` and `tool_choice`, checked."""
+"""OpenAI's fields `tools` and `tool_choice`, checked."""
 
 from __future__ import annotations
 
@@ -6,26 +6,25 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-MOST_TOOLS = 128
-MOST_SCHEMA_DEPTH = 64
-MOST_SCHEMA_VALUES = 20_000
+from ...limits import MAX_TOOL_SCHEMA_DEPTH, MAX_TOOL_SCHEMA_VALUES, MAX_TOOLS
+
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
 class ToolChoice(NamedTuple):
-    """What the model may do: call nothing, what it likes (`auto`), at least one function, or the one of this name."""
+    """Which calls the model may make: none, any (`auto`), at least one (`required`), or one of this function."""
 
     mode: Literal["none", "auto", "required", "named"]
     name: str | None
-    names: frozenset[str]  # of the tools that it may call
+    names: frozenset[str]  # of the tools that the model may call
 
 
 def check_tools(tools: object, tool_choice: object) -> ToolChoice:
     """Both fields as JSON has them, None where the request has none. ValueError names the field that is wrong."""
     if tools is None:
         tools = []
-    if not isinstance(tools, list) or len(tools) > MOST_TOOLS:
-        raise ValueError(f"tools must be a list of at most {MOST_TOOLS} tools, got {_said(tools)}")
+    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
+        raise ValueError(f"tools must be a list of at most {MAX_TOOLS} tools, got {_got(tools)}")
     names: dict[str, int] = {}
     for i, tool in enumerate(tools):
         name = _tool(f"tools[{i}]", tool)
@@ -48,9 +47,9 @@ def _tool(path: str, tool: object) -> str:
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(f"{path}.name must be 1 to 64 letters, digits, '_', '.' or '-', got {name!r:.60}")
-    for field, kind, what in (("description", str, "text"), ("strict", bool, "true or false")):
+    for field, kind, wanted in (("description", str, "text"), ("strict", bool, "true or false")):
         if not isinstance(function.get(field), kind | None):
-            raise ValueError(f"{path}.{field} must be {what}, got {function[field]!r:.60}")
+            raise ValueError(f"{path}.{field} must be {wanted}, got {function[field]!r:.60}")
     _schema(f"{path}.parameters", function.get("parameters"))
     return name
 
@@ -66,8 +65,8 @@ def _schema(path: str, schema: object) -> None:
     values = depth = 0
     while level:
         depth, values = depth + 1, values + len(level)
-        if depth > MOST_SCHEMA_DEPTH or values > MOST_SCHEMA_VALUES:
-            most = f"{MOST_SCHEMA_VALUES} values, {MOST_SCHEMA_DEPTH} deep"
+        if depth > MAX_TOOL_SCHEMA_DEPTH or values > MAX_TOOL_SCHEMA_VALUES:
+            most = f"{MAX_TOOL_SCHEMA_VALUES} values, {MAX_TOOL_SCHEMA_DEPTH} deep"
             raise ValueError(f"{path} must have at most {most}, got more")
         level = [
             below
@@ -99,7 +98,7 @@ def _choice(choice: object, names: frozenset[str]) -> ToolChoice:
 
 
 def _allowed(choice: dict[str, Any], names: frozenset[str]) -> ToolChoice:
-    """Some of the tools: as chat completions say it, or flat, as the Responses API does."""
+    """A choice of some of the tools: nested as in chat completions, or flat as in the Responses API."""
     path = "tool_choice"
     if "allowed_tools" in choice:
         path, choice = f"{path}.allowed_tools", choice["allowed_tools"]
@@ -108,8 +107,8 @@ def _allowed(choice: dict[str, Any], names: frozenset[str]) -> ToolChoice:
     mode, tools = choice.get("mode"), choice.get("tools")
     if mode not in ("auto", "required"):
         raise ValueError(f'{path}.mode must be "auto" or "required", got {mode!r:.60}')
-    if not isinstance(tools, list) or not 0 < len(tools) <= MOST_TOOLS:
-        raise ValueError(f"{path}.tools must be a list of 1 to {MOST_TOOLS} tools, got {_said(tools)}")
+    if not isinstance(tools, list) or not 0 < len(tools) <= MAX_TOOLS:
+        raise ValueError(f"{path}.tools must be a list of 1 to {MAX_TOOLS} tools, got {_got(tools)}")
     some = set()
     for i, tool in enumerate(tools):
         if not isinstance(tool, dict) or tool.get("type") != "function":
@@ -120,7 +119,7 @@ def _allowed(choice: dict[str, Any], names: frozenset[str]) -> ToolChoice:
 
 
 def _named(path: str, choice: dict[str, Any], names: frozenset[str]) -> str:
-    """The name of a function, one of these."""
+    """The name of the function that a choice names, which must be one of `names`."""
     function = choice.get("function")
     if not isinstance(function, dict):
         raise ValueError(f"{path}.function must be an object, got {function!r:.60}")
@@ -130,5 +129,5 @@ def _named(path: str, choice: dict[str, Any], names: frozenset[str]) -> str:
     return name
 
 
-def _said(value: object) -> str:
+def _got(value: object) -> str:
     return f"{len(value)} of them" if isinstance(value, list) else f"{value!r:.60}"

@@ -1,4 +1,4 @@
-"""Formats in which a call's arguments stand between tags, each by itself and as plain text."""
+"""Formats in which each argument of a call stands between tags of its own, as plain text."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import ClassVar
 
-from ..marks import half_mark
-from .base import BaseParser
-from .call_object import MOST_NAME
-from .deltas import Delta
+from ...limits import MAX_CALL_NAME_CHARACTERS
+from .base import BaseParser, Delta, half_mark
 from .json_text import SPACES
 from .typed import Parameters, json_of, kinds_of, quoted
 
@@ -22,8 +20,8 @@ class TaggedParser(BaseParser):
 
     _outside --opening--> _opened --> _naming --> _between --key_opening--> _keying --> _before_value --> _in_value
                                                   _between <------------------------------- _behind_value <--'
-    The mark that ends a value is taken for one only where what follows it may follow a value: text that quotes the
-    format is an argument like any other. Texts are told as they come; what is something else, by the schema, is told
+    The mark that ends a value counts only where what follows it may follow a value: text that quotes the format is an
+    argument like any other. A text is passed on as it comes; a value of any other type, by the schema, is passed on
     when it is whole. `parameters`: the schema of each function.
     """
 
@@ -31,8 +29,8 @@ class TaggedParser(BaseParser):
     key_closing: ClassVar[str]
     value_opening: ClassVar[str]  # "": the value begins where the key has ended
     value_closing: ClassVar[str]
-    ends: ClassVar[tuple[str, ...]]  # of a call; the last one is that of the whole block
-    own_lines: ClassVar[bool]  # a value has a line break before and behind it that is not its own
+    ends: ClassVar[tuple[str, ...]]  # marks that end a call; the last one ends the whole block
+    own_lines: ClassVar[bool]  # a value stands on lines of its own: the breaks around it are no part of it
 
     def __init__(self, names: frozenset[str] | None = None, parameters: Mapping[str, Parameters] | None = None) -> None:
         super().__init__(names)
@@ -40,12 +38,12 @@ class TaggedParser(BaseParser):
         self._begun = False  # the call cannot be taken back
         self._key = ""
         self._kinds: tuple[str, ...] = ()
-        self._value: list[str] = []  # what of it is not told
+        self._value: list[str] = []  # pieces of the value that are not passed on yet
         self._value_begins = False
-        self._behind: list[str] = []  # what may be the end of a value, with what follows it
+        self._behind: list[str] = []  # what may be the mark behind a value, and spaces behind that
 
     def finish(self) -> list[Delta]:
-        if self._begun:  # cut off: the arguments end here, and are no JSON
+        if self._begun:  # the call is cut off: its arguments end here, and are no JSON
             self._held.clear()
             self._half = ""
             self._begun = False
@@ -94,7 +92,7 @@ class TaggedParser(BaseParser):
         place = text.find(self.key_closing[0], at)
         piece = text[at:] if place < 0 else text[at:place]
         broken = _NO_KEY.search(piece)
-        good = min(MOST_NAME - len(self._key), len(piece) if broken is None else broken.start())
+        good = min(MAX_CALL_NAME_CHARACTERS - len(self._key), len(piece) if broken is None else broken.start())
         self._key += piece[:good]
         self._hold(piece[:good])
         if good < len(piece):
@@ -148,16 +146,16 @@ class TaggedParser(BaseParser):
         place = text.find(self.value_closing, at)
         if place < 0:
             place = half_mark(text, self.value_closing, at)
-            self._say_value(text[at:place])
+            self._push_value(text[at:place])
             self._half = text[place:]
             return len(text)
-        self._say_value(text[at:place])
+        self._push_value(text[at:place])
         self._behind = [self.value_closing]
         self._state = self._behind_value
         return place + len(self.value_closing)
 
     def _behind_value(self, text: str, at: int) -> int:
-        """Behind what looks like its end."""
+        """Behind a mark that looks like the end of the value."""
         spaces = _SPACE.match(text, at)
         if spaces is not None:
             self._behind.append(spaces[0])
@@ -166,27 +164,27 @@ class TaggedParser(BaseParser):
         if mark is None:
             return end
         if not mark:
-            self._say_value("".join(self._behind))
+            self._push_value("".join(self._behind))
             self._state = self._in_value
             return at
         self._end_value()
         self._state = self._between
         return at
 
-    # ---- what is told
+    # ---- values as JSON
 
-    def _say_value(self, text: str) -> None:
-        """A piece of the value. A line break at the end of it waits: it may not be its own."""
+    def _push_value(self, text: str) -> None:
+        """A piece of the value. A line break at its end waits: it may be no part of the value."""
         if not text:
             return
         self._value.append(text)
         if self._kinds != ("string",):
             return
-        said = "".join(self._value)
-        kept = "\n" if self.own_lines and said.endswith("\n") else ""
-        said = said[: len(said) - len(kept)]
+        value = "".join(self._value)
+        kept = "\n" if self.own_lines and value.endswith("\n") else ""
+        value = value[: len(value) - len(kept)]
         self._value = [kept] if kept else []
-        self._arguments(quoted(said)[1:-1])
+        self._arguments(quoted(value)[1:-1])
 
     def _end_value(self) -> None:
         value = "".join(self._value)
@@ -216,12 +214,12 @@ class TaggedParser(BaseParser):
     # ---- marks
 
     def _hold(self, text: str) -> None:
-        """What is content if the call breaks; once that has begun, nothing is."""
+        """Text that is content if the call breaks before it has begun."""
         if not self._begun:
             self._held.append(text)
 
     def _mark(self, text: str, at: int, marks: tuple[str, ...]) -> tuple[str | None, int]:
-        """Which of the marks stands here, and its end; "" if none; None if the text ends too early to know."""
+        """The mark that stands here, and its end; "" if there is none; None if the text ends too early to know."""
         for mark in marks:
             if text.startswith(mark, at):
                 return mark, at + len(mark)

@@ -1,4 +1,4 @@
-"""Arguments that a model writes as plain text, between tags: what they are in JSON, by the schema of the parameters."""
+"""Arguments that a model writes as plain text between tags, as JSON: their types follow from the schema."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
+from ...limits import MAX_ARGUMENT_SCHEMAS
 from .json_text import JsonText
 
-_MOST_SCHEMAS = 200  # of one argument that are looked at: they may refer to each other in a circle
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]*)(\.0+)?")
 _BOOLEANS, _NULLS = ("true", "false"), ("null", "none")  # some templates show them to models as Python writes them
 _NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", dict: "object"}
@@ -19,18 +19,18 @@ Parameters = Mapping[str, Any]  # a JSON schema
 
 
 def kinds_of(parameters: Parameters, name: str) -> tuple[str, ...]:
-    """The JSON types that an argument may have, in the order of its schema; none if that says nothing of them."""
+    """The JSON types that an argument may have, in the order of its schema; () if the schema names none."""
     properties = parameters.get("properties")
     known = isinstance(properties, Mapping) and name in properties
     schemas = [properties[name] if known and properties else parameters.get("additionalProperties")]
     found: dict[str, None] = {}
     looked = 0
-    while schemas and looked < _MOST_SCHEMAS:
+    while schemas and looked < MAX_ARGUMENT_SCHEMAS:
         looked += 1
         schema = schemas.pop()
         if not isinstance(schema, Mapping):
             continue
-        found.update(dict.fromkeys(_said(schema)))
+        found.update(dict.fromkeys(_types_of(schema)))
         reference = schema.get("$ref")
         if isinstance(reference, str):
             schemas.append(_referred(parameters, reference))
@@ -41,7 +41,7 @@ def kinds_of(parameters: Parameters, name: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _said(schema: Parameters) -> list[str]:
+def _types_of(schema: Parameters) -> list[str]:
     """The types that this schema names itself."""
     kind = schema.get("type")
     if isinstance(kind, str):
@@ -63,7 +63,7 @@ def _referred(root: Parameters, reference: str) -> Any:
 
 
 def json_of(text: str, kinds: tuple[str, ...]) -> str:
-    """A value as JSON. What is none of its types is text: whoever called knows best what was meant."""
+    """A value as JSON. A value that has none of its types is text: the client knows best what was meant."""
     value = text.strip()
     if not kinds:
         return value if _is_json(value) else quoted(text)
@@ -84,7 +84,7 @@ def json_of(text: str, kinds: tuple[str, ...]) -> str:
 
 
 def quoted(text: str) -> str:
-    """JSON of a text. Those of its pieces, without their quotes, make that of all of it."""
+    """The JSON of a text. The JSON of its pieces, without quotes and joined, is the same."""
     return msgspec.json.encode(text).decode()
 
 

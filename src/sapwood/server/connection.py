@@ -2,7 +2,7 @@
 
     uvicorn.Config(app, http=limited_protocol(HttpLimits()), ws="none", ...)
 
-A connection is always in one phase, and what is late or too large there is refused with OpenAI's error body:
+A connection is always in one phase. A head or body that is late or too large is refused with OpenAI's error body:
 
     FRESH --byte--> HEAD --headers--> BODY --end of body--> REPLY --response--> IDLE --byte--> HEAD ...
     any of them --refused, or closed while the client still sends--> ENDING --> GONE
@@ -13,78 +13,26 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import ipaddress
 import math
 import weakref
 from collections import deque
-from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from sapwood.cache import whole_number
-
-from .http_refusals import (
-    HttpRefusal,
-    body_too_large,
-    check_head,
-    headers_too_large,
-    too_many,
-    too_much_at_once,
-)
+from .errors import HttpRefusal
 from .inflight import Inflight
+from .limits import LINGER_SECONDS, MAX_PIPELINED_REQUESTS, WRITE_PROGRESS_BYTES, HttpLimits
+from .request_head import body_too_large, check_head, client_of, headers_too_large
 
-MOST_PIPELINED = 8  # requests of one connection that wait for their answers
-LINGER_SECONDS = 2.0  # for a client that still sends to see the answer
-WRITE_PROGRESS = 16 << 10  # bytes a slow reader takes within write_seconds
 HOLDS = "sapwood.holds"  # in a scope: called with the bytes that are kept of an answer
 _NEVER = math.inf
-_CHUNK_OF_ONE = 6  # bytes on the wire of a chunk that holds one
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HttpLimits:
-    """What one connection, or one client, may ask of the server.
-
-    header_bytes        of the request line and all headers: 431
-    header_seconds      from connecting, or from the first byte of a request, to the end of its headers: 408; a
-                        connection that never sent a byte is closed
-    body_bytes          of a request's body, by its Content-Length or while it is read: 413
-    body_seconds        for the whole body, not counting while the application does not read it: 408; up to twice
-                        that for a client who waits for 100 Continue
-    write_seconds       for a reader who stops: then the connection is aborted
-    streams_per_client  requests in flight from one address (with IPv6: from one network /64), over all its connections:
-                        429; 0: no limit. Behind a proxy, and on a Unix socket, all clients are one
-    inflight_bytes      of bodies and of answers that are not taken, over all connections: 503
-    """
-
-    header_bytes: int = 64 << 10
-    header_seconds: float = 10.0
-    body_bytes: int = 32 << 20
-    body_seconds: float = 60.0
-    write_seconds: float = 60.0
-    streams_per_client: int = 0
-    inflight_bytes: int = 512 << 20
-
-    def __post_init__(self) -> None:
-        whole_number("header_bytes", self.header_bytes, 256, 16 << 20)
-        whole_number("body_bytes", self.body_bytes, 1, 1 << 40)
-        whole_number("streams_per_client", self.streams_per_client, 0, 1 << 20)
-        whole_number("inflight_bytes", self.inflight_bytes, 1, 1 << 44)
-        if self.inflight_bytes < self.body_bytes:
-            raise ValueError(
-                f"inflight_bytes must be from body_bytes ({self.body_bytes}) on, got {self.inflight_bytes}"
-            )
-        for field in ("header_seconds", "body_seconds", "write_seconds"):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.01 <= value <= 86400:
-                raise ValueError(f"{field} must be a number from 0.01 to 86400, got {value!r:.60}")
-            object.__setattr__(self, field, float(value))
+_ONE_BYTE_CHUNK_BYTES = 6  # on the wire
 
 
 def limited_protocol(limits: HttpLimits) -> type[LimitedProtocol]:
-    """The class that `uvicorn.Config(http=...)` takes; one for each server, since it counts the server's requests."""
+    """The class that `uvicorn.Config(http=...)` takes. Each server has its own, since the class counts its requests."""
 
     class Limited(LimitedProtocol):
         in_flight: ClassVar[dict[str, int]] = {}
@@ -108,18 +56,18 @@ FRESH, IDLE, HEAD, BODY, REPLY, ENDING, GONE = Phase  # `Phase.HEAD` takes half 
 
 
 class _Transport:
-    """The connection as uvicorn sees it: closing it and pausing go through the protocol, all else straight to it."""
+    """The transport as uvicorn sees it. Closing and pausing go through the protocol, all else to the transport."""
 
     def __init__(self, transport: asyncio.Transport, protocol: LimitedProtocol) -> None:
         self._transport = transport
-        self.write = transport.write  # an attribute of its own: this is called for every chunk
+        self.write = transport.write  # without `__getattr__`: it is called for every chunk
         self.close = protocol.close
         self.is_closing = protocol.is_closing
         self.pause_reading = protocol.pause_reading
         self.resume_reading = protocol.resume_reading
 
     def let_go(self) -> None:
-        """The connection is lost; without a reference back to it, it needs no garbage collector."""
+        """The connection is lost. Without references to the protocol, no garbage collector is needed to free both."""
         for name in ("close", "is_closing", "pause_reading", "resume_reading"):
             setattr(self, name, getattr(self._transport, name))
 
@@ -128,35 +76,35 @@ class _Transport:
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection. It has at most one timer, which is never later than the next deadline, and may be earlier: moving
-    a deadline away costs nothing."""
+    """One connection. It has at most one timer, which fires at the next deadline or before it: to move a deadline away
+    costs nothing then."""
 
     limits: ClassVar[HttpLimits]
-    in_flight: ClassVar[dict[str, int]]  # requests by client address, where there are any
-    inflight: ClassVar[Inflight]  # what all connections hold together
-    _raw: asyncio.Transport  # what `transport` stands for
+    in_flight: ClassVar[dict[str, int]]  # client address -> requests; without addresses that have none
+    inflight: ClassVar[Inflight]  # the bytes that all connections hold together
+    _raw: asyncio.Transport  # the transport itself; `transport` is the `_Transport` around it
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._phase = FRESH
         self._address = ""  # of the client, as `client_of` has it
-        self._deadline = _NEVER  # of the phase; never, while reading is paused
-        self._seconds_left = _NEVER  # then
+        self._deadline = _NEVER  # of the phase; while reading is paused, never
+        self._seconds_left = _NEVER  # of the phase, while reading is paused
         self._write_deadline = _NEVER
-        self._unwritten = 0  # bytes, when _write_deadline was set
+        self._unwritten = 0  # bytes in the write buffer when _write_deadline was set
         self._timer: asyncio.TimerHandle | None = None
-        self._open: deque[RequestResponseCycle] = deque()  # without a complete response, oldest first
-        self._bodies: deque[int] = deque()  # bytes that came of the bodies of these
+        self._open: deque[RequestResponseCycle] = deque()  # requests without a complete response, oldest first
+        self._bodies: deque[int] = deque()  # bytes received of the body of each open request
         self._answer = 0  # bytes that the application keeps for an answer
-        self._unsent = 0  # bytes that wait for a reader who is slow
-        self.held = 0  # all three, as `inflight` counts them
+        self._unsent = 0  # bytes that wait for a slow reader
+        self.held = 0  # bodies, answer and unsent bytes, as `inflight` counts them
         self._holds = _Holds(self)
-        self._wire_bytes = 0  # read since the phase began, not counting the read it began in
+        self._wire_bytes = 0  # received since the phase began, without the read in which it began
         self._body_bytes = 0
-        self._keep_alive = True  # after this request
-        self._refusal: HttpRefusal | None = None  # waits for the answers to earlier requests
-        self._upgrade: bytes | None = None  # a head that says how the body of a refused upgrade is framed
-        self._replaying = False  # that head is being parsed
+        self._keep_alive = True  # the connection stays open after this request
+        self._refusal: HttpRefusal | None = None  # waits until earlier requests are answered
+        self._upgrade: bytes | None = None  # a head that frames the body of a request whose upgrade is ignored
+        self._replaying = False  # `_upgrade` is being parsed
 
     # Connection
 
@@ -173,7 +121,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        for cycle in self._open:  # uvicorn tells the newest only
+        for cycle in self._open:  # uvicorn disconnects the newest only
             _disconnect(cycle)
         self._count(-len(self._open))
         self._open.clear()
@@ -184,7 +132,8 @@ class LimitedProtocol(HttpToolsProtocol):
         cast(_Transport, self.transport).let_go()
 
     def close(self) -> None:
-        """Where uvicorn closes the transport. A client that still sends would get a reset, and lose the answer."""
+        """Called where uvicorn closes the transport. A client that still sends would get a reset, and lose the answer:
+        its connection ends slowly."""
         if self.is_closing():
             return
         if self._phase in (HEAD, BODY, ENDING) or self.flow.read_paused:
@@ -204,7 +153,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._phase is ENDING:
-            return  # read only so that the kernel sends no reset
+            return  # it was received only so that the kernel sends no reset
         self._unset_keepalive_if_required()
         if self._phase in (FRESH, IDLE):
             self._begin_head()
@@ -213,8 +162,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._parse(data)
             if self._phase is HEAD and self._wire_bytes > self.limits.header_bytes:
                 raise headers_too_large(self.limits.header_bytes)
-            # Neither trailers nor chunk extensions are body; both have to fit where headers do.
-            framing = self._wire_bytes - self._body_bytes * _CHUNK_OF_ONE
+            # Trailers and chunk extensions are no part of the body: both count as headers do.
+            framing = self._wire_bytes - self._body_bytes * _ONE_BYTE_CHUNK_BYTES
             if self._phase is BODY and framing > self.limits.header_bytes:
                 raise HttpRefusal(400, "bad_request", "The chunks of the body have too long extensions or trailers.")
         except HttpRefusal as refusal:
@@ -233,8 +182,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         if self._replaying:
             return
-        if len(self._open) >= MOST_PIPELINED:
-            raise too_many(f"At most {MOST_PIPELINED} requests may wait for their answers on one connection.")
+        if len(self._open) >= MAX_PIPELINED_REQUESTS:
+            raise _too_many(f"At most {MAX_PIPELINED_REQUESTS} requests may wait for their answers on one connection.")
         if self._phase is not HEAD:
             self._begin_head()
         super().on_message_begin()
@@ -244,7 +193,7 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self._check_head()
         super().on_headers_complete()
-        self.headers = []  # for trailers: nothing of them belongs into the headers that the application has
+        self.headers = []  # takes trailers from here on, which the application does not get
         if not self.flow.write_paused:
             self._write_deadline = _NEVER
         self._phase = BODY
@@ -254,7 +203,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._bodies.append(0)
         self.scope[HOLDS] = self._holds  # type: ignore[literal-required]
         self._count(1)
-        # A response before the end of the body says that it is the last one.
+        # A response that begins before the end of the body is the last one of its connection.
         self._keep_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
 
     def on_body(self, body: bytes) -> None:
@@ -264,12 +213,12 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._bodies:
             self._bodies[-1] += len(body)
             if not self._hold():
-                raise too_much_at_once()
+                raise _over_budget()
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self._upgrade is not None:
-            return  # the body is still to come
+            return  # the body is yet to come
         super().on_message_complete()
         if not self.cycle.response_started:
             self.cycle.keep_alive = self._keep_alive
@@ -284,22 +233,23 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _check_head(self) -> None:
         version, method = self.parser.get_http_version(), self.parser.get_method()
-        self.scope["method"] = method.decode()  # for the answer, if this is refused
+        self.scope["method"] = method.decode()  # a refusal needs it
         framing = check_head(self.limits, version, method, self.url, self.headers)
         if self.parser.should_upgrade():
             self._upgrade = b"POST / HTTP/1.1\r\n" + framing + b"\r\n\r\n"
         most = self.limits.streams_per_client
         if 0 < most <= self.in_flight.get(self._address, 0):
-            raise too_many(f"At most {most} requests at once are taken from one address.")
+            raise _too_many(f"At most {most} requests at once are taken from one address.")
         if version == "1.0":
-            self.expect_100_continue = False  # it would not know what to do with a 100
+            self.expect_100_continue = False  # HTTP/1.0 has no 100 Continue
         if not self.url.startswith(b"/"):
             target = httptools.parse_url(self.url)
             self.url = (target.path or b"/") + (b"?" + target.query if target.query else b"")
 
     def _stay_with_http(self, data: bytes) -> None:
-        """Reads on as if no upgrade (to h2c, say) had been asked for, as a server may. The parser takes what follows an
-        upgrade for another protocol, the body too: so another parser is told how the body is framed."""
+        """Read on as if the client had asked for no upgrade (to h2c, say), as a server may. The parser takes all that
+        follows an upgrade for another protocol, the body too: so a new parser reads a short head that frames the body,
+        and then the body."""
         assert self._upgrade is not None
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
@@ -312,8 +262,8 @@ class LimitedProtocol(HttpToolsProtocol):
     # Refusing and ending
 
     def _refuse(self, refusal: HttpRefusal) -> None:
-        """Answers the request that is being read, after those before it, and ends the connection. An application that
-        has it already is told that its client has gone."""
+        """Answer the request that is being read, after those before it, and end the connection. An application that
+        has the request already gets `http.disconnect`."""
         host, port = self.client or ("", 0)
         self.logger.info("%s:%d refused: %d %s", host, port, refusal.status, refusal.code)
         answer = refusal.reply(self.server_state.default_headers, self._method())
@@ -336,8 +286,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._end(answer)
 
     def _end(self, answer: bytes) -> None:
-        """Writes the answer and half-closes; what the client still sends is dropped, so that it gets no reset before it
-        has read the answer."""
+        """Write the answer and half-close. What the client still sends is dropped, so that no reset reaches it before
+        it has read the answer."""
         self._phase, self._refusal = ENDING, None
         for cycle in self._open:
             _disconnect(cycle)
@@ -365,7 +315,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._watch_writes()
 
     def _method(self) -> str:
-        """Of the request being read, if that is known."""
+        """The method of the request that is being read; "" if it is not known yet."""
         return "" if self.scope is None else self.scope.get("method", "")
 
     def _count(self, requests: int) -> None:
@@ -383,22 +333,23 @@ class LimitedProtocol(HttpToolsProtocol):
         return self.inflight.hold(self, sum(self._bodies) + self._answer + self._unsent)
 
     def keeps(self, answer: int) -> None:
-        """The application keeps so many bytes of an answer that is not written yet."""
+        """The application keeps `answer` bytes of an answer that is not written yet."""
         if self._open:
             self._answer = answer
             if not self._hold():
                 self.give_up()
 
     def give_up(self) -> None:
-        """Others need what is held here. Who has no answer yet is told to come again; the rest ends in the middle."""
+        """Other connections need the memory. A request whose answer has not begun gets 503 with Retry-After; any other
+        is cut off."""
         self.logger.info("%s:%d gives up what it holds", *(self.client or ("", 0)))
         cycle = self._open[0] if len(self._open) == 1 else None
         if cycle is None or cycle.response_started or self.flow.write_paused or self._raw.is_closing():
             self._raw.abort()
         elif self._phase is BODY:
-            self._refuse(too_much_at_once())
+            self._refuse(_over_budget())
         else:
-            self._end(too_much_at_once().reply(self.server_state.default_headers, self._method()))
+            self._end(_over_budget().reply(self.server_state.default_headers, self._method()))
             self._open.clear()
             self._bodies.clear()
             self._answer = 0
@@ -416,11 +367,12 @@ class LimitedProtocol(HttpToolsProtocol):
         self._hold()
         if self._open:
             self._write_deadline = _NEVER
-        else:  # nothing more is written, but what there is must go
+        else:  # no answer is being written, but the reader must take the rest of the last one
             self._watch_writes()
 
     def _watch_writes(self) -> None:
-        """From now on the reader must take something: nothing is added to the buffer until it has."""
+        """From now on the reader must take some bytes within write_seconds. None are added to the buffer until it
+        has."""
         self._write_deadline = _NEVER
         if unwritten := self._raw.get_write_buffer_size():
             self._unwritten = unwritten
@@ -432,7 +384,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._wake_at(self._write_deadline)
 
     def pause_reading(self) -> None:
-        """Where uvicorn pauses the transport: the application does not read, and the client's time stands still."""
+        """Called where uvicorn pauses the transport, because the application does not read: the client's time stands
+        still."""
         self._raw.pause_reading()
         self._seconds_left, self._deadline = self._deadline - self.loop.time(), _NEVER
 
@@ -474,7 +427,7 @@ class LimitedProtocol(HttpToolsProtocol):
         elif self._raw.is_closing():
             return
         elif self._phase is BODY and self.expect_100_continue:
-            # The application has not asked for the body, or perhaps only just now.
+            # The client waits for 100 Continue: the application has not read the body, or has only just begun to.
             self.expect_100_continue = self.cycle.waiting_for_100_continue
             self._set_deadline(self.limits.body_seconds)
         elif self._phase is HEAD:
@@ -485,7 +438,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(HttpRefusal(408, "body_timeout", f"The body did not come within {seconds:g} seconds."))
 
     def _check_reader(self) -> None:
-        if self._raw.get_write_buffer_size() > max(0, self._unwritten - WRITE_PROGRESS):
+        if self._raw.get_write_buffer_size() > max(0, self._unwritten - WRITE_PROGRESS_BYTES):
             self._write_deadline = _NEVER
             self.logger.info("%s:%d aborted: it stopped reading", *(self.client or ("", 0)))
             self._raw.abort()
@@ -493,26 +446,9 @@ class LimitedProtocol(HttpToolsProtocol):
             self._watch_writes()
 
 
-def client_of(client: tuple[str, int] | None) -> str:
-    """Whom an address stands for: itself, or the network of 2^64 addresses that one host has with IPv6. All clients of
-    a Unix socket are one."""
-    if client is None:
-        return ""
-    host = client[0].partition("%")[0]
-    if ":" not in host:
-        return host
-    try:
-        address = ipaddress.IPv6Address(host)
-    except ValueError:
-        return host
-    if address.ipv4_mapped is not None:
-        return str(address.ipv4_mapped)
-    return str(ipaddress.IPv6Address(int(address) >> 64 << 64))
-
-
 class _Holds:
-    """What an application is given to tell what it keeps. It holds no reference to the connection, which holds the
-    request that this is a part of."""
+    """In a request's scope: the application calls it with the bytes that it keeps. Its reference to the connection is
+    weak, since the connection holds the request."""
 
     __slots__ = ("_connection",)
 
@@ -530,3 +466,16 @@ def _disconnect(cycle: RequestResponseCycle) -> None:
     cycle.disconnected = True
     cycle.waiting_for_100_continue = False
     cycle.message_event.set()
+
+
+def _too_many(message: str) -> HttpRefusal:
+    return HttpRefusal(429, "_too_many_requests", message, (b"retry-after", b"1"))
+
+
+def _over_budget() -> HttpRefusal:
+    return HttpRefusal(
+        503,
+        "inflight_full",
+        "Requests and answers fill the memory that this server has for them: try again later.",
+        (b"retry-after", b"1"),
+    )
