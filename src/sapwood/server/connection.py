@@ -469,7 +469,7 @@ def _disconnect(cycle: RequestResponseCycle) -> None:
 
 
 def _too_many(message: str) -> HttpRefusal:
-    return HttpRefusal(429, "_too_many_requests", message, (b"retry-after", b"1"))
+    return HttpRefusal(429, "too_many_requests", message, (b"retry-after", b"1"))
 
 
 def _over_budget() -> HttpRefusal:
