@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from .driver import each_layout
-from .shop import PAGE, Shop
+from .store_run import PAGE, StoreRun
 from .test_host import Hosted
 from .test_store import PROMPT, fetching, stocked
 
@@ -17,14 +17,14 @@ def test_what_the_store_had(layout):
 
     Mutation: `Prefetch.fetch_done` notes nothing; `Ended` is made without `fetched`.
     """
-    shop = Shop(layout, depot=stocked(layout))
-    end = shop.serve("ann", PROMPT)
+    run = StoreRun(layout, depot=stocked(layout))
+    end = run.serve("ann", PROMPT)
     assert end.cached == 6 * PAGE and end.fetched == end.loaded > 0
     if "full" in layout:
         assert end.loaded == end.cached
-    again = shop.serve("bob", PROMPT)
+    again = run.serve("bob", PROMPT)
     assert again.cached == end.cached and (again.loaded, again.fetched) == (0, 0)
-    shop.close()
+    run.close()
 
 
 def test_it_is_known_with_the_first_token():
@@ -32,15 +32,15 @@ def test_it_is_known_with_the_first_token():
 
     Mutation: `brought` looks for `loaded` before the load is over.
     """
-    shop = Shop(depot=stocked())
-    fetching(shop)
-    shop.land("fetch")
-    shop.turn()
-    shop.land("load")
-    shop.turn()
-    assert shop.scheduler.brought("ann") == (24, 24)
-    assert shop.scheduler.brought("nobody") == (0, 0)
-    shop.close()
+    run = StoreRun(depot=stocked())
+    fetching(run)
+    run.land("fetch")
+    run.turn()
+    run.land("load")
+    run.turn()
+    assert run.scheduler.brought("ann") == (24, 24)
+    assert run.scheduler.brought("nobody") == (0, 0)
+    run.close()
 
 
 def test_what_host_had():

@@ -14,7 +14,7 @@ from sapwood.sim.event_replay import Replay
 from sapwood.sim.executor import ContentExecutor
 
 from .driver import BASE, LAYOUTS, Run, adapter, answer, each_layout, full, groups_of, has_state, rows_of, toks
-from .shop import Shop
+from .store_run import StoreRun
 
 
 class Piped(Run):
@@ -382,25 +382,25 @@ def test_t02_the_store_is_asked_under_constant_load(layout):
 
     Mutation: `Scheduler.next_plan` looks for new requests only while nothing is in flight.
     """
-    one = Shop(layout)
+    one = StoreRun(layout)
     prompt = toks(1, 33)
     one.serve("first", prompt, 2)
-    shop = Shop(layout, depot=one.depot, overlap=1)
-    shop.submit("eve", toks(9, 5), 80)
-    shop.plan()
-    shop.submit("ann", [*prompt, 5], 2)
+    run = StoreRun(layout, depot=one.depot, overlap=1)
+    run.submit("eve", toks(9, 5), 80)
+    run.plan()
+    run.submit("ann", [*prompt, 5], 2)
     for _ in range(70):
-        plan = shop.plan()
-        if len(shop.executor.flights) > 1 or plan.empty:
-            shop.done()
-        assert shop.executor.flights, "there is always a plan in flight"
-        shop.land()
-        if "ann" in shop.ended:
+        plan = run.plan()
+        if len(run.executor.flights) > 1 or plan.empty:
+            run.done()
+        assert run.executor.flights, "there is always a plan in flight"
+        run.land()
+        if "ann" in run.ended:
             break
-    assert shop.ended["ann"].cached >= 28
-    while shop.executor.flights:
-        shop.done()
-    shop.close()
+    assert run.ended["ann"].cached >= 28
+    while run.executor.flights:
+        run.done()
+    run.close()
 
 
 # ---- the same as one plan at a time

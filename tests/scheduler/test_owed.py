@@ -9,21 +9,21 @@ from sapwood.scheduler import StoreUp
 from sapwood.scheduler import backup_retries as module
 
 from .driver import BASE, each_layout, toks
-from .shop import PAGE, Shop
+from .store_run import PAGE, StoreRun
 from .test_store import PROMPT
 
 
-def stats(shop: Shop) -> dict[str, int]:
-    return shop.scheduler.stats()["store"]
+def stats(run: StoreRun) -> dict[str, int]:
+    return run.scheduler.stats()["store"]
 
 
-def kept(shop: Shop, prompt) -> bool:
+def kept(run: StoreRun, prompt) -> bool:
     """Whether another engine on the same store is served all whole pages of a prompt."""
-    other = Shop(shop.layout, depot=shop.depot)
+    other = StoreRun(run.layout, depot=run.depot)
     return other.serve("other", prompt).cached == (len(prompt) - 1) // PAGE * PAGE
 
 
-class Lab(Shop):
+class Lab(StoreRun):
     def __init__(self, layout: str = "full", **more) -> None:
         super().__init__(layout, **more)
         self.layout = layout
@@ -46,25 +46,25 @@ def test_t08_a_backup_that_failed_is_offered_again(layout):
 
     Mutation: `Prefetch.backup_done` forgets what failed; or `Prefetch.wake_in` thinks of requests alone.
     """
-    shop = Lab(layout)
-    shop.serve("ann", PROMPT, but=("backup",))
-    shop.land("backup", ok=False)
+    run = Lab(layout)
+    run.serve("ann", PROMPT, but=("backup",))
+    run.land("backup", ok=False)
     longer = PROMPT[: 6 * PAGE] + toks(2, 3 * PAGE + 1)
-    shop.serve("bob", longer)
-    assert stats(shop)["owed"] == 1 and not shop.cache.check()
-    first = shop.cache.groups[0].name
-    there = shop.depot.there(first, shop.cache.page_hashes(BASE, longer)).tolist()
+    run.serve("bob", longer)
+    assert stats(run)["owed"] == 1 and not run.cache.check()
+    first = run.cache.groups[0].name
+    there = run.depot.there(first, run.cache.page_hashes(BASE, longer)).tolist()
     assert not all(there) and there[-1], "a hole"
-    plan = shop.turn()
+    plan = run.turn()
     assert plan.empty and plan.wake_in == 100
-    shop.tick(99)
-    assert shop.turn().wake_in == 1
-    shop.tick(1)
-    (backup,) = shop.turn().backups
-    assert backup.start_page + len(backup.hashes) == 6 and stats(shop)["owed"] == 0
-    shop.land("backup")
-    assert kept(shop, longer) and shop.turn().wake_in is None
-    shop.close()
+    run.tick(99)
+    assert run.turn().wake_in == 1
+    run.tick(1)
+    (backup,) = run.turn().backups
+    assert backup.start_page + len(backup.hashes) == 6 and stats(run)["owed"] == 0
+    run.land("backup")
+    assert kept(run, longer) and run.turn().wake_in is None
+    run.close()
 
 
 @each_layout
@@ -74,21 +74,21 @@ def test_t08_what_fell_into_an_outage_is_backed_up_after_it(layout):
     Mutation: `Prefetch.back_up` only counts; or `BackupRetries.due` gives all at once, or nothing unless time has
     passed.
     """
-    shop = Lab(layout, pages=80, host=80)
-    shop.tell(StoreUp(False))
+    run = Lab(layout, pages=80, host=80)
+    run.tell(StoreUp(False))
     prompts = {f"r{n}": toks(10 + n, 6 * PAGE + 1) for n in range(6)}
     for id, prompt in prompts.items():
-        shop.serve(id, prompt)
-    assert stats(shop)["owed"] == 6 and not shop.depot.values
-    shop.tick(1000)
-    plan = shop.turn()
+        run.serve(id, prompt)
+    assert stats(run)["owed"] == 6 and not run.depot.values
+    run.tick(1000)
+    plan = run.turn()
     assert plan.empty and plan.wake_in is None, "nothing is asked of a store that is away"
-    shop.tell(StoreUp(True))
-    assert len(shop.turn().backups) == 4
-    assert len(shop.turn().backups) == 2
-    shop.land("backup")
-    assert stats(shop)["owed"] == 0 and all(kept(shop, prompt) for prompt in prompts.values())
-    shop.close()
+    run.tell(StoreUp(True))
+    assert len(run.turn().backups) == 4
+    assert len(run.turn().backups) == 2
+    run.land("backup")
+    assert stats(run)["owed"] == 0 and all(kept(run, prompt) for prompt in prompts.values())
+    run.close()
 
 
 def test_t08_a_value_that_is_always_refused_is_given_up():
@@ -96,19 +96,19 @@ def test_t08_a_value_that_is_always_refused_is_given_up():
 
     Mutation: `BackupRetries.add` does not count tries; or `BackupRetries.failed` always waits as long.
     """
-    shop = Lab(pages=80, host=80)
-    shop.serve("ann", PROMPT, but=("backup",))
-    shop.land("backup", ok=False)
+    run = Lab(pages=80, host=80)
+    run.serve("ann", PROMPT, but=("backup",))
+    run.land("backup", ok=False)
     offered = []
     for second in range(1, 400):
-        shop.tick(100)
-        if shop.turn().backups:
+        run.tick(100)
+        if run.turn().backups:
             offered.append(second)
-            shop.land("backup", ok=False)
-            shop.scheduler._book.prefetch.owed.got_through(-1)  # something of somebody else's
+            run.land("backup", ok=False)
+            run.scheduler._book.prefetch.owed.got_through(-1)  # something of somebody else's
     assert offered == [1, 3, 7, 15, 31, 63, 127]
-    assert stats(shop)["not_backed_up"] == 1 and stats(shop)["owed"] == 0
-    shop.close()
+    assert stats(run)["not_backed_up"] == 1 and stats(run)["owed"] == 0
+    run.close()
 
 
 def test_t08_a_store_that_takes_nothing_is_asked_with_one_span_at_a_time():
@@ -117,23 +117,23 @@ def test_t08_a_store_that_takes_nothing_is_asked_with_one_span_at_a_time():
 
     Mutation: `BackupRetries.due` does not look at the pause.
     """
-    shop = Lab(pages=120, host=120)
+    run = Lab(pages=120, host=120)
     for n in range(10):
-        shop.serve(f"r{n}", toks(10 + n, 6 * PAGE + 1), but=("backup",))
-    assert shop.land("backup", ok=False) == 10 and stats(shop)["owed"] == 10
+        run.serve(f"r{n}", toks(10 + n, 6 * PAGE + 1), but=("backup",))
+    assert run.land("backup", ok=False) == 10 and stats(run)["owed"] == 10
     tried = []
     for _ in range(300):
-        shop.tick(100)
-        tried.append(shop.lose_backups())
+        run.tick(100)
+        tried.append(run.lose_backups())
     assert max(tried) == 1 and 3 <= sum(tried) <= 10, "it was asked too often, or not at all"
-    shop.tick(6400)
-    assert len(shop.turn().backups) == 1
-    shop.land("backup")
-    shop.tick(6400)
-    shop.settle()
-    assert stats(shop)["owed"] == 0
-    assert all(kept(shop, toks(10 + n, 6 * PAGE + 1)) for n in range(10))
-    shop.close()
+    run.tick(6400)
+    assert len(run.turn().backups) == 1
+    run.land("backup")
+    run.tick(6400)
+    run.settle()
+    assert stats(run)["owed"] == 0
+    assert all(kept(run, toks(10 + n, 6 * PAGE + 1)) for n in range(10))
+    run.close()
 
 
 @each_layout
@@ -144,26 +144,26 @@ def test_t08_what_host_has_lost_is_not_offered_again(layout, how):
     Mutation: `StoreFetches.backup_done` returns what was unhooked; or the spans keep their pages.
     """
     space = Namespace(salt="ann")
-    shop = Lab(layout, pages=20, host=12, batch=4)
-    shop.serve("ann", PROMPT, but=("backup",), namespace=space)
-    shop.land("backup", ok=False)
-    shop.serve("bob", toks(3, 4 * PAGE + 1), but=("backup",), namespace=space)
+    run = Lab(layout, pages=20, host=12, batch=4)
+    run.serve("ann", PROMPT, but=("backup",), namespace=space)
+    run.land("backup", ok=False)
+    run.serve("bob", toks(3, 4 * PAGE + 1), but=("backup",), namespace=space)
     if how == "evicted":
-        shop.land("backup", ok=False)
-        assert stats(shop)["owed"] == 2
+        run.land("backup", ok=False)
+        assert stats(run)["owed"] == 2
         for n in range(8):
-            shop.serve(f"crowd{n}", toks(50 + n, 9 * PAGE), reads_cache=False)
+            run.serve(f"crowd{n}", toks(50 + n, 9 * PAGE), reads_cache=False)
     elif how == "unloaded":
-        shop.scheduler.evict_namespace(space)
+        run.scheduler.evict_namespace(space)
     else:
-        shop.scheduler.flush()
-    shop.land("backup", ok=False)  # of what is gone
-    assert stats(shop)["owed"] == (2 if how == "evicted" else 1)
-    shop.tick(6400)
-    while stats(shop)["owed"]:
-        assert not shop.turn().backups and not shop.executor.moving
-    shop.cache.check()
-    shop.close()
+        run.scheduler.flush()
+    run.land("backup", ok=False)  # of what is gone
+    assert stats(run)["owed"] == (2 if how == "evicted" else 1)
+    run.tick(6400)
+    while stats(run)["owed"]:
+        assert not run.turn().backups and not run.executor.moving
+    run.cache.check()
+    run.close()
 
 
 def test_t12_only_so_much_is_remembered(monkeypatch):
@@ -172,15 +172,15 @@ def test_t12_only_so_much_is_remembered(monkeypatch):
     Mutation: `BackupRetries.add` drops the newest, or nothing.
     """
     monkeypatch.setattr(module, "_MAX_SPANS", 3)
-    shop = Lab(pages=80, host=80)
-    shop.tell(StoreUp(False))
+    run = Lab(pages=80, host=80)
+    run.tell(StoreUp(False))
     for n in range(5):
-        shop.serve(f"r{n}", toks(10 + n, 6 * PAGE + 1))
-    assert (stats(shop)["owed"], stats(shop)["not_backed_up"]) == (3, 2)
-    shop.tell(StoreUp(True))
-    shop.settle()
-    assert [kept(shop, toks(10 + n, 6 * PAGE + 1)) for n in range(5)] == [False, False, True, True, True]
-    shop.close()
+        run.serve(f"r{n}", toks(10 + n, 6 * PAGE + 1))
+    assert (stats(run)["owed"], stats(run)["not_backed_up"]) == (3, 2)
+    run.tell(StoreUp(True))
+    run.settle()
+    assert [kept(run, toks(10 + n, 6 * PAGE + 1)) for n in range(5)] == [False, False, True, True, True]
+    run.close()
 
 
 def test_t16_a_span_is_offered_again_under_its_own_hashes_after_its_node_was_split():
@@ -189,14 +189,14 @@ def test_t16_a_span_is_offered_again_under_its_own_hashes_after_its_node_was_spl
 
     Mutation: `StoreFetches.backup_done` returns pages of the node as it is now.
     """
-    shop = Lab(pages=80, host=80)
-    shop.serve("ann", PROMPT, but=("backup",))
-    shop.land("backup", ok=False)
-    shop.serve("bob", PROMPT[: 3 * PAGE] + toks(4, 3 * PAGE + 1))
-    shop.serve("eve", PROMPT[: 6 * PAGE] + toks(5, 3 * PAGE + 1))
-    shop.tick(100)
-    (backup,) = shop.turn().backups
-    assert (backup.start_page, backup.hashes) == (0, shop.cache.page_hashes(BASE, PROMPT))
-    shop.land("backup")
-    assert kept(shop, PROMPT)
-    shop.close()
+    run = Lab(pages=80, host=80)
+    run.serve("ann", PROMPT, but=("backup",))
+    run.land("backup", ok=False)
+    run.serve("bob", PROMPT[: 3 * PAGE] + toks(4, 3 * PAGE + 1))
+    run.serve("eve", PROMPT[: 6 * PAGE] + toks(5, 3 * PAGE + 1))
+    run.tick(100)
+    (backup,) = run.turn().backups
+    assert (backup.start_page, backup.hashes) == (0, run.cache.page_hashes(BASE, PROMPT))
+    run.land("backup")
+    assert kept(run, PROMPT)
+    run.close()

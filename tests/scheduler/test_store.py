@@ -11,32 +11,32 @@ from sapwood.scheduler import BackupDone, FetchDone, LoadDone, LookupDone, Proto
 from sapwood.sim.depot import Depot
 
 from .driver import BASE, each_layout, toks
-from .shop import PAGE, Shop
+from .store_run import PAGE, StoreRun
 
 PROMPT = toks(1, 6 * PAGE + 1)  # six pages and a token
 
 
 def stocked(layout: str = "full", prompt=PROMPT, namespace: Namespace = BASE) -> Depot:
     """A store that has a prompt another engine has computed."""
-    shop = Shop(layout)
-    shop.serve("maker", prompt, namespace=namespace)
-    assert shop.depot.values
-    shop.close()
-    return shop.depot
+    run = StoreRun(layout)
+    run.serve("maker", prompt, namespace=namespace)
+    assert run.depot.values
+    run.close()
+    return run.depot
 
 
-def looking(shop: Shop, id: str = "ann", prompt=PROMPT, **more):
+def looking(run: StoreRun, id: str = "ann", prompt=PROMPT, **more):
     """Submit a request whose lookup goes out. Returns the lookup."""
-    shop.submit(id, prompt, 3, **more)
-    (lookup,) = shop.turn().lookups
+    run.submit(id, prompt, 3, **more)
+    (lookup,) = run.turn().lookups
     return lookup
 
 
-def fetching(shop: Shop, id: str = "ann", prompt=PROMPT, **more):
+def fetching(run: StoreRun, id: str = "ann", prompt=PROMPT, **more):
     """Submit a request whose fetch goes out. Returns the fetch."""
-    looking(shop, id, prompt, **more)
-    shop.land("lookup")
-    (fetch,) = shop.turn().fetches
+    looking(run, id, prompt, **more)
+    run.land("lookup")
+    (fetch,) = run.turn().fetches
     return fetch
 
 
@@ -49,25 +49,25 @@ def test_t02_what_the_store_has_is_fetched_and_loaded(layout):
 
     Mutation: `Prefetch.lookup_done` never begins a fetch; or `StoreFetches.fetch_done` frees everything.
     """
-    shop = Shop(layout, depot=stocked(layout))
-    lookup = looking(shop)
+    run = StoreRun(layout, depot=stocked(layout))
+    lookup = looking(run)
     assert (lookup.start_page, len(lookup.hashes), lookup.namespace) == (0, 6, BASE)
-    assert lookup.hashes == shop.cache.page_hashes(BASE, PROMPT)
-    assert shop.scheduler.stats()["fetching"] == 1 and shop.scheduler.stats()["waiting"] == 0
-    shop.land("lookup")
-    plan = shop.turn()
+    assert lookup.hashes == run.cache.page_hashes(BASE, PROMPT)
+    assert run.scheduler.stats()["fetching"] == 1 and run.scheduler.stats()["waiting"] == 0
+    run.land("lookup")
+    plan = run.turn()
     (fetch,) = plan.fetches
     assert fetch.hashes == lookup.hashes and not plan.batch.ids
-    shop.land("fetch")
-    plan = shop.turn()
+    run.land("fetch")
+    plan = run.turn()
     assert len(plan.loads) == 1 and not plan.batch.ids
-    shop.land("load")
-    shop.turn()
-    (row,) = shop.rows_by("ann")
+    run.land("load")
+    run.turn()
+    (row,) = run.rows_by("ann")
     assert (row.start, row.length, row.cached) == (24, 1, 24)
-    shop.see_to("ann")
-    assert shop.ended["ann"].cached == 24 and shop.ended["ann"].computed == 1
-    shop.close()
+    run.see_to("ann")
+    assert run.ended["ann"].cached == 24 and run.ended["ann"].computed == 1
+    run.close()
 
 
 @each_layout
@@ -79,14 +79,14 @@ def test_f20_what_a_small_host_let_through_is_found_in_the_store(layout):
     them.
     """
     prompt, small = toks(1, 32 * PAGE + 1), {"pages": 80, "windows": 8}
-    shop = Shop(layout, **small)
-    shop.serve("maker", prompt)
-    assert shop.cache.stats()["transfers"]["saves_skipped"] == 0
-    shop.close()
-    shop = Shop(layout, depot=shop.depot, **small)
-    assert shop.serve("ann", prompt).cached == 32 * PAGE
-    assert shop.cache.stats()["transfers"]["fetches"] == 1
-    shop.close()
+    run = StoreRun(layout, **small)
+    run.serve("maker", prompt)
+    assert run.cache.stats()["transfers"]["saves_skipped"] == 0
+    run.close()
+    run = StoreRun(layout, depot=run.depot, **small)
+    assert run.serve("ann", prompt).cached == 32 * PAGE
+    assert run.cache.stats()["transfers"]["fetches"] == 1
+    run.close()
 
 
 @pytest.mark.parametrize(("pages", "looks"), [(1, False), (3, False), (4, True)])
@@ -95,11 +95,11 @@ def test_t02_too_few_missing_pages_are_not_looked_up(pages, looks):
 
     Mutation: `HybridPrefixCache.missing` compares with `>`; or counts the pages that are here.
     """
-    shop = Shop(depot=stocked(), prefetch_threshold=4)
-    shop.submit("ann", PROMPT[: pages * PAGE + 1], 1)
-    plan = shop.turn()
+    run = StoreRun(depot=stocked(), prefetch_threshold=4)
+    run.submit("ann", PROMPT[: pages * PAGE + 1], 1)
+    plan = run.turn()
     assert bool(plan.lookups) is looks and bool(plan.batch.ids) is not looks
-    shop.close()
+    run.close()
 
 
 @pytest.mark.parametrize(("there", "fetches"), [(0, False), (3, False), (4, True), (6, True)])
@@ -108,14 +108,14 @@ def test_t02_too_few_pages_in_the_store_are_not_fetched(there, fetches):
 
     Mutation: `Prefetch.lookup_done` fetches whatever is there.
     """
-    shop = Shop(depot=stocked(prompt=PROMPT[: there * PAGE + 1]), prefetch_threshold=4) if there else Shop()
-    looking(shop)
-    shop.land("lookup")
-    plan = shop.turn()
+    run = StoreRun(depot=stocked(prompt=PROMPT[: there * PAGE + 1]), prefetch_threshold=4) if there else StoreRun()
+    looking(run)
+    run.land("lookup")
+    plan = run.turn()
     assert bool(plan.fetches) is fetches and bool(plan.batch.ids) is not fetches
-    shop.see_to("ann")
-    assert shop.ended["ann"].cached == (there * PAGE if fetches else 0)
-    shop.close()
+    run.see_to("ann")
+    assert run.ended["ann"].cached == (there * PAGE if fetches else 0)
+    run.close()
 
 
 def test_t02_who_reads_nothing_looks_for_nothing():
@@ -123,12 +123,12 @@ def test_t02_who_reads_nothing_looks_for_nothing():
 
     Mutation: `Prefetch.arrives` takes everybody.
     """
-    shop = Shop(depot=stocked())
-    shop.submit("ann", PROMPT, 1, reads_cache=False)
-    assert not shop.turn().lookups
-    shop.see_to("ann")
-    assert shop.ended["ann"].cached == 0
-    shop.close()
+    run = StoreRun(depot=stocked())
+    run.submit("ann", PROMPT, 1, reads_cache=False)
+    assert not run.turn().lookups
+    run.see_to("ann")
+    assert run.ended["ann"].cached == 0
+    run.close()
 
 
 @each_layout
@@ -139,19 +139,19 @@ def test_t03_fetched_pages_land_behind_those_that_are_here(layout, tier):
     Mutation: `StoreFetches.begin_fetch` begins at page 0; or `HybridPrefixCache.missing` hashes without what stands
     before.
     """
-    shop = Shop(layout, depot=stocked(layout), pages=12, batch=8)
-    shop.serve("before", PROMPT[: 2 * PAGE + 1], but=("lookup", "fetch"), reads_cache=False)
+    run = StoreRun(layout, depot=stocked(layout), pages=12, batch=8)
+    run.serve("before", PROMPT[: 2 * PAGE + 1], but=("lookup", "fetch"), reads_cache=False)
     if tier == "host":
         for n in range(8):
-            shop.serve(f"crowd{n}", toks(50 + n, 10 * PAGE), reads_cache=False, writes_cache=False)
-    lookup = looking(shop)
-    assert lookup.start_page == 2 and lookup.hashes == shop.cache.page_hashes(BASE, PROMPT)[2:]
-    shop.land("lookup")
-    (fetch,) = shop.turn().fetches
+            run.serve(f"crowd{n}", toks(50 + n, 10 * PAGE), reads_cache=False, writes_cache=False)
+    lookup = looking(run)
+    assert lookup.start_page == 2 and lookup.hashes == run.cache.page_hashes(BASE, PROMPT)[2:]
+    run.land("lookup")
+    (fetch,) = run.turn().fetches
     assert fetch.start_page == 2
-    shop.see_to("ann")
-    assert shop.ended["ann"].cached == 24
-    shop.close()
+    run.see_to("ann")
+    assert run.ended["ann"].cached == 24
+    run.close()
 
 
 # ---- T02, T14: host is too small
@@ -162,18 +162,18 @@ def test_t02_a_fetch_is_cut_to_what_host_can_take():
 
     Mutation: `Prefetch.lookup_done` fetches all or nothing; or remembers that it asked for six.
     """
-    shop = Shop(depot=stocked(), host=4)
-    fetch = fetching(shop)
-    assert fetch.hashes == shop.cache.page_hashes(BASE, PROMPT)[:4]
+    run = StoreRun(depot=stocked(), host=4)
+    fetch = fetching(run)
+    assert fetch.hashes == run.cache.page_hashes(BASE, PROMPT)[:4]
     with pytest.raises(ProtocolError, match="from 0 to 4"):
-        shop.scheduler.advance([FetchDone(fetch.op, True, 5)])
-    shop.submit("bob", PROMPT, 1)
-    assert not shop.turn().lookups, "it has joined"
-    shop.see_to("ann", "bob")
-    assert shop.ended["ann"].cached == 4 * PAGE and shop.ended["bob"].cached >= 4 * PAGE
-    assert shop.scheduler.stats()["store"]["shortened"] == 1
-    assert shop.scheduler.stats()["store"]["lookups"] == 1, "a full group can be cut anywhere"
-    shop.close()
+        run.scheduler.advance([FetchDone(fetch.op, True, 5)])
+    run.submit("bob", PROMPT, 1)
+    assert not run.turn().lookups, "it has joined"
+    run.see_to("ann", "bob")
+    assert run.ended["ann"].cached == 4 * PAGE and run.ended["bob"].cached >= 4 * PAGE
+    assert run.scheduler.stats()["store"]["shortened"] == 1
+    assert run.scheduler.stats()["store"]["lookups"] == 1, "a full group can be cut anywhere"
+    run.close()
 
 
 @pytest.mark.parametrize(("host", "fetches"), [(3, False), (4, True)])
@@ -182,14 +182,14 @@ def test_t02_too_little_room_is_no_fetch(host, fetches):
 
     Mutation: `Prefetch.lookup_done` fetches whatever fits.
     """
-    shop = Shop(depot=stocked(), host=host, prefetch_threshold=4)
-    looking(shop)
-    shop.land("lookup")
-    plan = shop.turn()
+    run = StoreRun(depot=stocked(), host=host, prefetch_threshold=4)
+    looking(run)
+    run.land("lookup")
+    plan = run.turn()
     assert bool(plan.fetches) is fetches and bool(plan.batch.ids) is not fetches
-    assert shop.cache.stats()["transfers"]["fetches_skipped"] == (not fetches)
-    shop.see_to("ann")
-    shop.close()
+    assert run.cache.stats()["transfers"]["fetches_skipped"] == (not fetches)
+    run.see_to("ann")
+    run.close()
 
 
 @pytest.mark.parametrize("layout", ["full+window", "full+state", "full+2windows+state"])
@@ -200,25 +200,25 @@ def test_t02_a_fetch_is_cut_where_every_group_can_be_served(layout):
     Mutation: `Prefetch.lookup_done` cuts a fetch of any layout where host is full.
     """
     prompt = toks(1, 8 * PAGE + 1)
-    maker = Shop(layout, depot=stocked(layout, prompt=prompt[: 3 * PAGE + 1]))
+    maker = StoreRun(layout, depot=stocked(layout, prompt=prompt[: 3 * PAGE + 1]))
     maker.serve("maker", prompt)
     hashes = maker.cache.page_hashes(BASE, prompt)
     for group in maker.cache.groups:
         for page in {"full": (), "window": (3, 4), "state": (3, 4, 5, 6)}[group.family]:
             maker.depot.values.pop((group.name, hashes[page]), None)
-    shop = Shop(layout, depot=maker.depot, host=7)
-    assert looking(shop, prompt=prompt).hashes == hashes
-    shop.land("lookup")
-    (lookup,) = shop.turn().lookups
+    run = StoreRun(layout, depot=maker.depot, host=7)
+    assert looking(run, prompt=prompt).hashes == hashes
+    run.land("lookup")
+    (lookup,) = run.turn().lookups
     assert (lookup.start_page, lookup.hashes) == (0, hashes[:7])
-    assert shop.scheduler.stats()["fetching"] == 1, "it waits on"
-    shop.land("lookup")
-    (fetch,) = shop.turn().fetches
+    assert run.scheduler.stats()["fetching"] == 1, "it waits on"
+    run.land("lookup")
+    (fetch,) = run.turn().fetches
     assert fetch.hashes == hashes[:3]
-    shop.see_to("ann")
-    assert shop.ended["ann"].cached == 3 * PAGE
-    assert shop.scheduler.stats()["store"]["shortened"] == 1
-    shop.close()
+    run.see_to("ann")
+    assert run.ended["ann"].cached == 3 * PAGE
+    assert run.scheduler.stats()["store"]["shortened"] == 1
+    run.close()
 
 
 def test_t02_a_store_is_asked_for_fewer_pages_once():
@@ -226,17 +226,17 @@ def test_t02_a_store_is_asked_for_fewer_pages_once():
 
     Mutation: `Prefetch.lookup_done` does not look at `cut`: it asks for fewer and fewer.
     """
-    shop = Shop("full+window", depot=stocked("full+window"), host=5)
-    looking(shop)
-    shop.land("lookup")
-    assert shop.turn().lookups
+    run = StoreRun("full+window", depot=stocked("full+window"), host=5)
+    looking(run)
+    run.land("lookup")
+    assert run.turn().lookups
     other = toks(9, 2 * PAGE + 1)
-    shop.serve("bob", other, reads_cache=False, but=("lookup", "backup"))
-    assert shop.ops("backup"), "it keeps two pages on host"
-    shop.land("lookup")
-    plan = shop.turn()
+    run.serve("bob", other, reads_cache=False, but=("lookup", "backup"))
+    assert run.ops("backup"), "it keeps two pages on host"
+    run.land("lookup")
+    plan = run.turn()
     assert not plan.lookups and not plan.fetches and plan.batch.ids == ["ann"]
-    shop.close()
+    run.close()
 
 
 # ---- T04
@@ -252,24 +252,24 @@ def test_t04_the_tree_changes_under_a_fetch(layout, meanwhile, when):
 
     Mutation: `StoreFetches.fetch_done` remembers the node that it was to land behind; or lands below what is gone.
     """
-    shop = Shop(layout, depot=stocked(layout), pages=12, host=14, batch=8)
-    shop.serve("before", PROMPT[: 2 * PAGE + 1], reads_cache=False)
-    looking(shop)
+    run = StoreRun(layout, depot=stocked(layout), pages=12, host=14, batch=8)
+    run.serve("before", PROMPT[: 2 * PAGE + 1], reads_cache=False)
+    looking(run)
     if when == "arrival":
-        shop.land("lookup")
-        assert shop.turn().fetches
+        run.land("lookup")
+        assert run.turn().fetches
     if meanwhile == "grown":
-        shop.serve("other", PROMPT, reads_cache=False, but=("lookup", "fetch"))
+        run.serve("other", PROMPT, reads_cache=False, but=("lookup", "fetch"))
     elif meanwhile == "evicted":
         for n in range(6):
-            shop.serve(f"crowd{n}", toks(50 + n, 9 * PAGE), reads_cache=False, but=("lookup", "fetch", "backup"))
+            run.serve(f"crowd{n}", toks(50 + n, 9 * PAGE), reads_cache=False, but=("lookup", "fetch", "backup"))
     elif meanwhile == "unloaded":
-        shop.scheduler.evict_namespace(BASE)
+        run.scheduler.evict_namespace(BASE)
     else:
-        shop.scheduler.flush()
-    shop.cache.check()
-    shop.see_to("ann")
-    shop.close()
+        run.scheduler.flush()
+    run.cache.check()
+    run.see_to("ann")
+    run.close()
 
 
 def test_t04_fetched_pages_do_not_land_on_what_is_only_promised():
@@ -278,14 +278,14 @@ def test_t04_fetched_pages_do_not_land_on_what_is_only_promised():
 
     Mutation: `StoreFetches._landable` does not look at promises.
     """
-    shop = Shop(depot=stocked(), batch=8)
-    fetching(shop)
-    shop.submit("other", PROMPT[: 6 * PAGE] + toks(2, 3 * PAGE), 2, reads_cache=False)
-    shop.plan()
-    shop.land("fetch")
-    shop.fail()
-    shop.see_to("ann", "other")
-    shop.close()
+    run = StoreRun(depot=stocked(), batch=8)
+    fetching(run)
+    run.submit("other", PROMPT[: 6 * PAGE] + toks(2, 3 * PAGE), 2, reads_cache=False)
+    run.plan()
+    run.land("fetch")
+    run.fail()
+    run.see_to("ann", "other")
+    run.close()
 
 
 # ---- T05
@@ -298,19 +298,19 @@ def test_t05_pages_under_a_backup_stay_on_host(layout):
 
     Mutation: `StoreFetches._begin_backup` holds nothing, or only groups that are not closed.
     """
-    shop = Shop(layout, pages=12, host=12, batch=8)
-    shop.serve("ann", PROMPT, but=("backup",))
-    (backup,) = shop.ops("backup")
-    _, operation, _ = shop.executor.double.exchanges[backup]
-    assert operation.hashes == shop.cache.page_hashes(BASE, PROMPT)
+    run = StoreRun(layout, pages=12, host=12, batch=8)
+    run.serve("ann", PROMPT, but=("backup",))
+    (backup,) = run.ops("backup")
+    _, operation, _ = run.executor.double.exchanges[backup]
+    assert operation.hashes == run.cache.page_hashes(BASE, PROMPT)
     for n in range(6):
-        shop.serve(f"crowd{n}", toks(50 + n, 9 * PAGE + 1), reads_cache=False, but=("backup",))
+        run.serve(f"crowd{n}", toks(50 + n, 9 * PAGE + 1), reads_cache=False, but=("backup",))
     for name, pages in operation.pages.items():
-        owners = shop.cache._tree.tiers[1].pools[shop.cache._index[name]].owner
+        owners = run.cache._tree.tiers[1].pools[run.cache._index[name]].owner
         assert all(owners[page] == 2 for page in pages.tolist() if page), "it was given to somebody else"
-    shop.land()
-    assert all(shop.depot.there(name, operation.hashes)[operation.pages[name] != 0].all() for name in operation.pages)
-    shop.close()
+    run.land()
+    assert all(run.depot.there(name, operation.hashes)[operation.pages[name] != 0].all() for name in operation.pages)
+    run.close()
 
 
 @each_layout
@@ -319,16 +319,16 @@ def test_t05_a_backup_outlives_its_namespace(layout):
 
     Mutation: `PinHolder.detach` reads nothing.
     """
-    shop = Shop(layout)
-    shop.serve("ann", PROMPT, but=("backup",))
-    assert shop.ops("backup")
-    shop.scheduler.flush()
-    shop.cache.check()
-    assert any(shop.host("unhooked").values())
-    shop.land()
-    shop.cache.check()
-    assert not any(shop.host("unhooked").values())
-    shop.close()
+    run = StoreRun(layout)
+    run.serve("ann", PROMPT, but=("backup",))
+    assert run.ops("backup")
+    run.scheduler.flush()
+    run.cache.check()
+    assert any(run.host("unhooked").values())
+    run.land()
+    run.cache.check()
+    assert not any(run.host("unhooked").values())
+    run.close()
 
 
 def test_t05_a_row_that_decodes_goes_on_under_a_backup():
@@ -337,22 +337,22 @@ def test_t05_a_row_that_decodes_goes_on_under_a_backup():
 
     Mutation: `Publisher.can_grow` lets a node grow that a backup holds on host.
     """
-    shop = Shop(pages=60, host=60, batch=2)
-    shop.cache._publisher.save_pages = 2
-    shop.submit("ann", PROMPT, 60)
+    run = StoreRun(pages=60, host=60, batch=2)
+    run.cache._publisher.save_pages = 2
+    run.submit("ann", PROMPT, 60)
     backups = 0
-    while shop.live:
-        backups += len(shop.turn().backups)
-        shop.land("lookup", "fetch", "save")
+    while run.live:
+        backups += len(run.turn().backups)
+        run.land("lookup", "fetch", "save")
     assert backups > 3
     for n in range(3):
-        shop.serve(f"crowd{n}", toks(50 + n, 50 * PAGE), reads_cache=False, writes_cache=False, but=("backup",))
-    shop.settle()
-    other = Shop(depot=shop.depot, pages=60, host=60)
-    said = shop.known("ann")
+        run.serve(f"crowd{n}", toks(50 + n, 50 * PAGE), reads_cache=False, writes_cache=False, but=("backup",))
+    run.settle()
+    other = StoreRun(depot=run.depot, pages=60, host=60)
+    said = run.known("ann")
     other.serve("bob", said)
     assert other.ended["bob"].cached >= len(said) // PAGE * PAGE - PAGE
-    shop.close()
+    run.close()
     other.close()
 
 
@@ -364,20 +364,20 @@ def test_t05_what_a_backup_holds_does_not_grow_and_is_not_cut_off(layout):
     Mutation: `Publisher.publish_rows` lets a leaf grow that a backup holds on host; or `StoreFetches._begin_backup`
     holds a leaf that is on host in part.
     """
-    shop = Shop(layout, pages=24, host=24, batch=2)
-    shop.cache._publisher.save_pages = 2
-    shop.submit("ann", PROMPT[: 3 * PAGE + 1], 40)
+    run = StoreRun(layout, pages=24, host=24, batch=2)
+    run.cache._publisher.save_pages = 2
+    run.submit("ann", PROMPT[: 3 * PAGE + 1], 40)
     backups = 0
-    while shop.live:
-        backups += len(shop.turn().backups)
-        shop.land("lookup", "fetch")
-        shop.land("save", ok=not backups)
-    shop.land("save", ok=False)
+    while run.live:
+        backups += len(run.turn().backups)
+        run.land("lookup", "fetch")
+        run.land("save", ok=not backups)
+    run.land("save", ok=False)
     assert backups
     for n in range(3):
-        shop.serve(f"crowd{n}", toks(50 + n, 20 * PAGE), reads_cache=False, writes_cache=False, but=("backup",))
-    shop.land()
-    shop.close()
+        run.serve(f"crowd{n}", toks(50 + n, 20 * PAGE), reads_cache=False, writes_cache=False, but=("backup",))
+    run.land()
+    run.close()
 
 
 @pytest.mark.attack
@@ -396,22 +396,22 @@ def test_t16_spans_that_wait_for_pages_above_them_cost_little(monkeypatch):
         return begin(self, span)
 
     monkeypatch.setattr(StoreFetches, "_begin_backup", counted)
-    shop = Shop(pages=400, host=400, batch=64)
-    shop.cache._publisher.save_pages = 1
+    run = StoreRun(pages=400, host=400, batch=64)
+    run.cache._publisher.save_pages = 1
     for n in range(30):
-        shop.submit(f"r{n}", toks(n, 2 * PAGE + 1), 4 * PAGE, reads_cache=False)
-    while shop.live:
-        shop.turn()
-    shop.turn()
-    saves = shop.ops("save")
+        run.submit(f"r{n}", toks(n, 2 * PAGE + 1), 4 * PAGE, reads_cache=False)
+    while run.live:
+        run.turn()
+    run.turn()
+    saves = run.ops("save")
     assert len(saves) > 100
     for op in reversed(saves):
-        shop.tell(shop.executor.land(op, True))
+        run.tell(run.executor.land(op, True))
     assert tries <= 6 * len(saves), f"{tries} for {len(saves)} saves"
-    shop.settle()
+    run.settle()
     for n in range(30):
-        assert shop.depot.there("full", shop.cache.page_hashes(BASE, shop.known(f"r{n}")[:-1])).all()
-    shop.close()
+        assert run.depot.there("full", run.cache.page_hashes(BASE, run.known(f"r{n}")[:-1])).all()
+    run.close()
 
 
 # ---- T06, T07, T08
@@ -425,17 +425,17 @@ def test_t06_a_fetch_that_brings_a_part(layout, lost):
 
     Mutation: `StoreFetches.fetch_done` lands all it asked for, or nothing.
     """
-    shop = Shop(layout, depot=stocked(layout))
-    fetch = fetching(shop)
+    run = StoreRun(layout, depot=stocked(layout))
+    fetch = fetching(run)
     for group in fetch.pages:
-        shop.depot.values.pop((group, fetch.hashes[lost]), None)
-    shop.land("fetch")
-    assert not any(shop.host("flight").values())
+        run.depot.values.pop((group, fetch.hashes[lost]), None)
+    run.land("fetch")
+    assert not any(run.host("flight").values())
     if layout == "full":
-        assert shop.host("tree") == {"full": lost}
-    shop.see_to("ann")
-    assert shop.ended["ann"].cached == (lost * PAGE if layout == "full" else shop.ended["ann"].cached)
-    shop.close()
+        assert run.host("tree") == {"full": lost}
+    run.see_to("ann")
+    assert run.ended["ann"].cached == (lost * PAGE if layout == "full" else run.ended["ann"].cached)
+    run.close()
 
 
 @each_layout
@@ -446,13 +446,13 @@ def test_t07_abort_while_fetching(layout, ok):
     Mutation: `Prefetch.forget` ends the operation too; or `StoreFetches.fetch_done` lands under a root that is
     forgotten.
     """
-    shop = Shop(layout, depot=stocked(layout))
-    fetching(shop)
-    assert shop.abort("ann").reason == "abort"
-    assert any(shop.host("flight").values()), "the store may still write there"
-    shop.land("fetch", ok=ok)
-    assert not any(shop.host("flight").values())
-    shop.close()
+    run = StoreRun(layout, depot=stocked(layout))
+    fetching(run)
+    assert run.abort("ann").reason == "abort"
+    assert any(run.host("flight").values()), "the store may still write there"
+    run.land("fetch", ok=ok)
+    assert not any(run.host("flight").values())
+    run.close()
 
 
 def test_t07_a_whole_fetch_lands_for_those_who_come_later():
@@ -461,16 +461,16 @@ def test_t07_a_whole_fetch_lands_for_those_who_come_later():
     Mutation: `Prefetch.fetch_done` lands whatever came.
     """
     for lost in (False, True):
-        shop = Shop(depot=stocked())
-        shop.serve("before", PROMPT[: 2 * PAGE + 1], reads_cache=False)
-        fetch = fetching(shop)
-        shop.abort("ann")
+        run = StoreRun(depot=stocked())
+        run.serve("before", PROMPT[: 2 * PAGE + 1], reads_cache=False)
+        fetch = fetching(run)
+        run.abort("ann")
         if lost:
-            shop.depot.values.pop(("full", fetch.hashes[2]))
-        before = shop.host("tree")["full"]
-        shop.land("fetch")
-        assert shop.host("tree")["full"] == before + (0 if lost else 4)
-        shop.close()
+            run.depot.values.pop(("full", fetch.hashes[2]))
+        before = run.host("tree")["full"]
+        run.land("fetch")
+        assert run.host("tree")["full"] == before + (0 if lost else 4)
+        run.close()
 
 
 def test_t07_abort_while_looking():
@@ -478,12 +478,12 @@ def test_t07_abort_while_looking():
 
     Mutation: `Prefetch.lookup_done` does not look whether anybody waits.
     """
-    shop = Shop(depot=stocked())
-    looking(shop)
-    shop.abort("ann")
-    shop.land("lookup")
-    assert shop.turn().empty
-    shop.close()
+    run = StoreRun(depot=stocked())
+    looking(run)
+    run.abort("ann")
+    run.land("lookup")
+    assert run.turn().empty
+    run.close()
 
 
 def test_t08_of_a_store_that_is_down_nothing_is_asked():
@@ -492,27 +492,27 @@ def test_t08_of_a_store_that_is_down_nothing_is_asked():
 
     Mutation: `Prefetch._look_for` or `Prefetch.back_up` does not look at `up`.
     """
-    shop = Shop("full", depot=stocked())
-    shop.tell(StoreUp(False))
-    known = len(shop.depot.values)
+    run = StoreRun("full", depot=stocked())
+    run.tell(StoreUp(False))
+    known = len(run.depot.values)
     other = toks(9, 6 * PAGE + 1)
     for id, prompt in (("ann", PROMPT), ("ben", other)):
-        shop.submit(id, prompt, 3)
-        plan = shop.turn()
+        run.submit(id, prompt, 3)
+        plan = run.turn()
         assert not plan.lookups and plan.batch.ids == [id]
-        shop.see_to(id)
-    assert len(shop.depot.values) == known and shop.scheduler.stats()["store"]["owed"] == 2
-    shop.tell(StoreUp(True))
-    assert len(shop.turn().backups) == 2 and not shop.scheduler.stats()["store"]["owed"]
-    shop.land("backup")
-    known = len(shop.depot.values)
-    assert shop.depot.there("full", shop.cache.page_hashes(BASE, other)).all()
-    assert looking(shop, "eve", toks(7, 6 * PAGE + 1)).start_page == 0
-    shop.see_to("eve")
-    assert len(shop.depot.values) > known
+        run.see_to(id)
+    assert len(run.depot.values) == known and run.scheduler.stats()["store"]["owed"] == 2
+    run.tell(StoreUp(True))
+    assert len(run.turn().backups) == 2 and not run.scheduler.stats()["store"]["owed"]
+    run.land("backup")
+    known = len(run.depot.values)
+    assert run.depot.there("full", run.cache.page_hashes(BASE, other)).all()
+    assert looking(run, "eve", toks(7, 6 * PAGE + 1)).start_page == 0
+    run.see_to("eve")
+    assert len(run.depot.values) > known
     with pytest.raises(ProtocolError, match="StoreUp: up must be True or False, got 1"):
-        shop.tell(StoreUp(1))  # type: ignore[arg-type]
-    shop.close()
+        run.tell(StoreUp(1))  # type: ignore[arg-type]
+    run.close()
 
 
 @each_layout
@@ -522,34 +522,34 @@ def test_t08_a_bad_store_costs_time_and_nothing_else(layout, trouble):
 
     Mutation: `Prefetch.fetch_done` believes a failed fetch; or `Prefetch.tick` forgets who waits.
     """
-    shop = Shop(layout, depot=stocked(layout), lookup_ticks=10, fetch_ticks=20)
+    run = StoreRun(layout, depot=stocked(layout), lookup_ticks=10, fetch_ticks=20)
     if trouble == "dead":
-        looking(shop)
-        shop.land("lookup", ok=False)
+        looking(run)
+        run.land("lookup", ok=False)
     elif trouble == "lying":
-        shop.depot.values.clear()
-        lookup = looking(shop)
-        shop.executor.moving.pop(lookup.op)
-        shop.tell(LookupDone(lookup.op, 6))
-        assert shop.turn().fetches
-        shop.land("fetch")
+        run.depot.values.clear()
+        lookup = looking(run)
+        run.executor.moving.pop(lookup.op)
+        run.tell(LookupDone(lookup.op, 6))
+        assert run.turn().fetches
+        run.land("fetch")
     elif trouble == "empty handed":
-        fetching(shop)
-        shop.land("fetch", ok=False)
+        fetching(run)
+        run.land("fetch", ok=False)
     elif trouble == "slow lookup":
-        looking(shop)
-        shop.tick(9)
-        assert not shop.turn().batch.ids
-        shop.tick(1)
+        looking(run)
+        run.tick(9)
+        assert not run.turn().batch.ids
+        run.tick(1)
     else:
-        fetching(shop)
-        shop.tick(20 + 5)
-        assert not shop.turn().batch.ids
-        shop.tick(1)
-    assert shop.turn().batch.ids == ["ann"]
-    shop.see_to("ann", but=("lookup", "fetch"))
-    assert shop.ended["ann"].cached == 0
-    shop.close()
+        fetching(run)
+        run.tick(20 + 5)
+        assert not run.turn().batch.ids
+        run.tick(1)
+    assert run.turn().batch.ids == ["ann"]
+    run.see_to("ann", but=("lookup", "fetch"))
+    assert run.ended["ann"].cached == 0
+    run.close()
 
 
 # ---- T13, T15, T18, T19
@@ -563,7 +563,7 @@ def test_t13_two_engines_share_a_store(layout):
     Mutation: the hashes of a backup leave out the namespace, or begin at page 0.
     """
     depot = Depot()
-    one, two = Shop(layout, depot=depot), Shop(layout, depot=depot)
+    one, two = StoreRun(layout, depot=depot), StoreRun(layout, depot=depot)
     one.serve("a", PROMPT)
     one.scheduler.flush()
     assert two.serve("b", PROMPT).cached == 24
@@ -583,21 +583,21 @@ def test_t15_a_request_keeps_its_place():
 
     Mutation: `Prefetch._over` puts it at the end of the queue.
     """
-    shop = Shop(depot=stocked(), batch=1)
-    shop.submit("ann", PROMPT, 1)
-    shop.submit("bob", toks(7, PAGE), 3)
-    plan = shop.turn()
+    run = StoreRun(depot=stocked(), batch=1)
+    run.submit("ann", PROMPT, 1)
+    run.submit("bob", toks(7, PAGE), 3)
+    plan = run.turn()
     assert plan.lookups and plan.batch.ids == ["bob"]
-    shop.land("lookup")
-    assert shop.turn().fetches
-    shop.submit("cid", toks(8, PAGE), 1)
-    shop.land("fetch")
-    while "bob" in shop.live:
-        shop.turn()
-    shop.see_to("ann", "cid")
-    assert shop.first_rows() == ["bob", "ann", "cid"]
-    assert shop.ended["ann"].cached == 24
-    shop.close()
+    run.land("lookup")
+    assert run.turn().fetches
+    run.submit("cid", toks(8, PAGE), 1)
+    run.land("fetch")
+    while "bob" in run.live:
+        run.turn()
+    run.see_to("ann", "cid")
+    assert run.first_rows() == ["bob", "ann", "cid"]
+    assert run.ended["ann"].cached == 24
+    run.close()
 
 
 @each_layout
@@ -606,17 +606,17 @@ def test_t18_two_requests_one_fetch(layout):
 
     Mutation: `Prefetch._look_for` does not look at `by_hash`.
     """
-    shop = Shop(layout, depot=stocked(layout))
-    shop.submit_all([RequestSpec("ann", PROMPT, 1), RequestSpec("bob", PROMPT, 1)])
-    assert len(shop.turn().lookups) == 1
-    shop.land("lookup")
-    shop.submit("cid", PROMPT, 1)
-    plan = shop.turn()
+    run = StoreRun(layout, depot=stocked(layout))
+    run.submit_all([RequestSpec("ann", PROMPT, 1), RequestSpec("bob", PROMPT, 1)])
+    assert len(run.turn().lookups) == 1
+    run.land("lookup")
+    run.submit("cid", PROMPT, 1)
+    plan = run.turn()
     assert len(plan.fetches) == 1 and not plan.lookups
-    shop.see_to("ann", "bob", "cid")
-    assert {id: end.cached for id, end in shop.ended.items()} == {"ann": 24, "bob": 24, "cid": 24}
-    assert shop.scheduler.stats()["store"]["lookups"] == 1 and shop.cache.stats()["transfers"]["fetches"] == 1
-    shop.close()
+    run.see_to("ann", "bob", "cid")
+    assert {id: end.cached for id, end in run.ended.items()} == {"ann": 24, "bob": 24, "cid": 24}
+    assert run.scheduler.stats()["store"]["lookups"] == 1 and run.cache.stats()["transfers"]["fetches"] == 1
+    run.close()
 
 
 @each_layout
@@ -628,19 +628,19 @@ def test_t18_who_joined_looks_for_the_rest(layout):
     """
     longer = PROMPT[: 6 * PAGE] + toks(2, 5 * PAGE + 1)
     depot = stocked(layout)
-    maker = Shop(layout, depot=depot)
+    maker = StoreRun(layout, depot=depot)
     maker.serve("maker", longer)
-    shop = Shop(layout, depot=depot)
-    fetching(shop)
-    shop.submit("bob", longer, 1)
-    assert not shop.turn().lookups
-    shop.abort("ann")
-    shop.land("fetch")
-    (lookup,) = shop.turn().lookups
+    run = StoreRun(layout, depot=depot)
+    fetching(run)
+    run.submit("bob", longer, 1)
+    assert not run.turn().lookups
+    run.abort("ann")
+    run.land("fetch")
+    (lookup,) = run.turn().lookups
     assert lookup.start_page == 6
-    shop.see_to("bob")
-    assert shop.ended["bob"].cached == 11 * PAGE
-    shop.close()
+    run.see_to("bob")
+    assert run.ended["bob"].cached == 11 * PAGE
+    run.close()
 
 
 def test_t18_nobody_joins_a_fetch_that_will_not_land():
@@ -648,15 +648,15 @@ def test_t18_nobody_joins_a_fetch_that_will_not_land():
 
     Mutation: `Prefetch._look_for` joins whatever has the same hash.
     """
-    shop = Shop(depot=stocked())
-    fetching(shop)
-    shop.scheduler.flush()
-    shop.submit("bob", PROMPT, 1)
-    assert len(shop.turn().lookups) == 1
-    shop.see_to("bob")
-    assert shop.ended["bob"].cached == 24
-    shop.see_to("ann")
-    shop.close()
+    run = StoreRun(depot=stocked())
+    fetching(run)
+    run.scheduler.flush()
+    run.submit("bob", PROMPT, 1)
+    assert len(run.turn().lookups) == 1
+    run.see_to("bob")
+    assert run.ended["bob"].cached == 24
+    run.see_to("ann")
+    run.close()
 
 
 @each_layout
@@ -666,17 +666,17 @@ def test_t19_pages_of_a_late_fetch_are_given_to_nobody(layout):
 
     Mutation: `Prefetch.tick` ends the operation in the cache.
     """
-    shop = Shop(layout, depot=stocked(layout), pages=12, host=12, batch=8, fetch_ticks=5)
-    fetching(shop)
-    flight = shop.host("flight")
-    shop.tick(5 + 6)
-    shop.see_to("ann", but=("fetch",))
+    run = StoreRun(layout, depot=stocked(layout), pages=12, host=12, batch=8, fetch_ticks=5)
+    fetching(run)
+    flight = run.host("flight")
+    run.tick(5 + 6)
+    run.see_to("ann", but=("fetch",))
     for n in range(5):
-        shop.serve(f"crowd{n}", toks(50 + n, 9 * PAGE), reads_cache=False, but=("fetch",))
-    assert all(shop.host("flight")[name] >= n for name, n in flight.items())
-    shop.land("fetch")
-    assert not any(shop.host("flight").values())
-    shop.close()
+        run.serve(f"crowd{n}", toks(50 + n, 9 * PAGE), reads_cache=False, but=("fetch",))
+    assert all(run.host("flight")[name] >= n for name, n in flight.items())
+    run.land("fetch")
+    assert not any(run.host("flight").values())
+    run.close()
 
 
 # ---- S11
@@ -689,26 +689,26 @@ def test_s11_a_deadline_fires_while_nothing_runs(hangs):
 
     Mutation: `Planner.transfers_only` leaves out `wake_in`; or `Prefetch.wake_in` counts from 0.
     """
-    shop = Shop(depot=stocked(), lookup_ticks=7, fetch_ticks=10)
-    shop.tick(1000)
-    shop.submit("ann", PROMPT, 3)
-    plan = shop.turn()
+    run = StoreRun(depot=stocked(), lookup_ticks=7, fetch_ticks=10)
+    run.tick(1000)
+    run.submit("ann", PROMPT, 3)
+    plan = run.turn()
     assert plan.lookups and plan.wake_in == 7
     left = 7
     if hangs == "fetch":
-        shop.land("lookup")
+        run.land("lookup")
         left = 10 + 6
-        plan = shop.turn()
+        plan = run.turn()
         assert plan.fetches and plan.wake_in == left
-    shop.tick(2)
-    plan = shop.turn()
+    run.tick(2)
+    plan = run.turn()
     assert plan.empty and plan.wake_in == left - 2
-    shop.tick(left - 2)
-    plan = shop.turn()
+    run.tick(left - 2)
+    plan = run.turn()
     assert plan.batch.ids == ["ann"] and plan.wake_in is None
-    shop.see_to("ann", but=(hangs,))
-    assert shop.turn().wake_in is None, "nobody waits for it"
-    shop.close()
+    run.see_to("ann", but=(hangs,))
+    assert run.turn().wake_in is None, "nobody waits for it"
+    run.close()
 
 
 # ---- mistakes
@@ -719,30 +719,30 @@ def test_events_of_the_store_that_cannot_happen():
 
     Mutation: `Prefetch.fetch_done` takes any number of pages; or `lookup_done` takes an operation twice.
     """
-    shop = Shop(depot=stocked())
-    lookup = looking(shop)
+    run = StoreRun(depot=stocked())
+    lookup = looking(run)
 
     def wrong(*events) -> None:
         for event in events:
-            before = shop.scheduler.stats()
+            before = run.scheduler.stats()
             with pytest.raises(ProtocolError):
-                shop.scheduler.advance([event])
-            assert shop.scheduler.stats() == before
-            shop.cache.check()
+                run.scheduler.advance([event])
+            assert run.scheduler.stats() == before
+            run.cache.check()
 
     op = lookup.op
     wrong(LookupDone(op + 1, 0), LookupDone(op, 7), LookupDone(op, -1), LookupDone(op, True), FetchDone(op, True, 0))
     wrong(LoadDone(op, True), BackupDone(op, True))
-    shop.land("lookup")
+    run.land("lookup")
     wrong(LookupDone(op, 6), FetchDone(op + 1, True, 6))  # it has not been handed out
-    (fetch,) = shop.turn().fetches
+    (fetch,) = run.turn().fetches
     wrong(FetchDone(fetch.op, True, 7), FetchDone(fetch.op, 1, 6), LookupDone(fetch.op, 6))
-    shop.land("fetch")
+    run.land("fetch")
     wrong(FetchDone(fetch.op, True, 6))
-    shop.see_to("ann", but=("backup",))
-    shop.serve("bob", toks(9, 3 * PAGE), but=("backup",))
-    (backup,) = shop.ops("backup")
+    run.see_to("ann", but=("backup",))
+    run.serve("bob", toks(9, 3 * PAGE), but=("backup",))
+    (backup,) = run.ops("backup")
     wrong(BackupDone(backup, "yes"), BackupDone(backup + 99, True))
-    shop.land("backup")
+    run.land("backup")
     wrong(BackupDone(backup, True))
-    shop.close()
+    run.close()

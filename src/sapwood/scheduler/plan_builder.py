@@ -53,24 +53,6 @@ class PlanBuilder:
     """Made for one plan. `serve` gives a request a row, and admits it first if it waits; `resume` gives a row to a
     request that holds memory already."""
 
-    __slots__ = (
-        "_room",
-        "adapters",
-        "book",
-        "budget",
-        "cache",
-        "checkpoints",
-        "chunks",
-        "copies",
-        "free_places",
-        "headroom",
-        "looks",
-        "page",
-        "pages_ahead",
-        "pending",
-        "step",
-    )
-
     def __init__(self, book: Book, budget: int, adapters: AdapterCap) -> None:
         self.book = book
         self.cache = book.cache

@@ -13,7 +13,7 @@ from .driver import Run, groups_of
 PAGE = 4
 
 
-class Shop(Run):
+class StoreRun(Run):
     """Pages of 4 tokens, a lookup is worth it from 2 pages on. Transfers arrive when the test says so. `windows`: host
     pages of groups that slide."""
 
