@@ -104,7 +104,7 @@ def asked(case: Case) -> ScoreOptions:
 
 def ours(case: Case, laid: Laid) -> torch.Tensor:
     processor = kernels.Processor.of(torch.device(DEVICE))._replace(processors=case.processors)
-    shape = kernels.Shape(case.heads, case.group, case.dim, case.values)
+    shape = kernels.HeadShape(case.heads, case.group, case.dim, case.values)
     built = kernels.build(shape, case.tuned, processor, case.dtype.itemsize)
     slots = np.arange(len(laid.starts))
     work = work_list(laid.starts, laid.lengths, slots, case.window, built.tiles)

@@ -61,7 +61,8 @@ def _beside(llm: LLM, prompts: Prompts, prompt: Any, others: list[Any]) -> Line:
                 if loading or before_it:  # also a step that the end of the load waited for, or that waited for it
                     taken.append(time.perf_counter() - begin)
             longest = max(longest, *taken)
-            loaded = job.samples[0].loaded
+            cache = job.samples[0].cache
+            loaded = cache.host + cache.store
             assert loaded > LONG // 2 and taken, f"{loaded} tokens were loaded, beside {len(taken)} steps"
             during.append(fmean(taken))
             steps += len(taken)

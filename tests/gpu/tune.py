@@ -14,7 +14,7 @@ from sapwood.engine.executor.work_list import work_list
 from sapwood.engine.kernels import attention as kernels
 from sapwood.engine.kernels.attention import Tuned
 
-SHAPE = kernels.Shape(8, 4, 128, 128)
+SHAPE = kernels.HeadShape(8, 4, 128, 128)
 PAGES = 12000
 
 

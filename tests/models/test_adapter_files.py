@@ -485,7 +485,7 @@ def test_S19_streams_go_on_while_an_adapter_hangs(tmp_path):
         assert engine.adapters is not None
         engine.adapters._reader = hanging_reader()
         told: dict[int, QueryAnswer] = {}
-        answers = EngineQueries(engine, lambda answer: told.update({answer.number: answer}))
+        answers = EngineQueries(engine.requests, lambda answer: told.update({answer.number: answer}))
         hung = Hung(tuned(engine, tmp_path / "hung", 1))
         happened = []
         answers.take(EngineQuery(1, "load_adapter", {"name": "hung", "path": str(hung.folder), "root": None}))

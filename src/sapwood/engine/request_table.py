@@ -57,7 +57,7 @@ class RequestTable:
         eos: Sequence[int],
         tokenizer: Any,
         seeds: random.Random,
-        max_logprobs: int = 20,
+        max_logprobs: int,
         adapters: LoadedAdapters | None = None,
         logprobs: LogprobsOf = lambda plan, event: NO_LOGPROBS,
     ) -> None:

@@ -30,7 +30,7 @@ class List(NamedTuple):
 
     group: str
     window: int | None
-    shape: kernels.Shape
+    shape: kernels.HeadShape
     itemsize: int
 
 
@@ -125,7 +125,7 @@ def _find_lists(kept: Mapping[int, LayerPages], windows: Mapping[str, int | None
     of: dict[int, int] = {}
     for call, (group, k_pages, v_pages, queries, _) in kept.items():
         heads = k_pages.shape[2]
-        shape = kernels.Shape(heads, queries // heads, k_pages.shape[3], v_pages.shape[3])
+        shape = kernels.HeadShape(heads, queries // heads, k_pages.shape[3], v_pages.shape[3])
         of[call] = found.setdefault(List(group, windows[group], shape, k_pages.element_size()), len(found))
     return list(found), of
 

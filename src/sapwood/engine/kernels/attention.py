@@ -25,7 +25,7 @@ from .launch import launch
 _LOG2E = 1.4426950408889634
 
 
-class Shape(NamedTuple):
+class HeadShape(NamedTuple):
     """Heads of a layer: `group` query heads share each of `heads` K/V heads; keys are `dim` wide, values `values`."""
 
     heads: int
@@ -67,7 +67,7 @@ class Built(NamedTuple):
     """Kernels for one shape of layer and one size of tile."""
 
     tuned: Tuned
-    shape: Shape
+    shape: HeadShape
     folded: int  # query heads of one K/V head in a tile, a power of two
     blocks: int  # tiles that all query heads of one K/V head take
     processors: int
@@ -78,7 +78,7 @@ class Built(NamedTuple):
         return Tiles(self.tuned.rows // self.folded, max(1, 4 * self.processors // programs))
 
 
-def build(shape: Shape, tuned: Tuned, processor: Processor, itemsize: int) -> Built:
+def build(shape: HeadShape, tuned: Tuned, processor: Processor, itemsize: int) -> Built:
     """Kernels for these heads, of numbers of `itemsize` bytes. Wide ones get fewer keys a block, then fewer rows, so
     that what a program holds fits the memory of a processor."""
     keys_wide, values_wide = _padded(shape)
@@ -106,7 +106,7 @@ def build(shape: Shape, tuned: Tuned, processor: Processor, itemsize: int) -> Bu
     return Built(Tuned(rows, keys, warps, stages), shape, folded, -(-shape.group // folded), processor.processors)
 
 
-def _padded(shape: Shape) -> tuple[int, int]:
+def _padded(shape: HeadShape) -> tuple[int, int]:
     """How wide keys and values are as kernels see them: powers of two, and what products take at least."""
     return max(16, triton.next_power_of_2(shape.dim)), triton.next_power_of_2(shape.values)
 
