@@ -84,7 +84,7 @@ def test_what_admission_found_is_what_the_statistics_count(layout):
 
     Mutation: `Book.end` leaves `found` out; `Matcher.found` always gives the match's start as the position.
     """
-    shop = Shop(layout)
+    shop = StoreRun(layout)
     first = shop.serve("ann", PROMPT).found
     parted = [*PROMPT[: 4 * PAGE + 2], 7_777, *PROMPT[4 * PAGE + 3 :]]
     other = shop.serve("bob", parted).found
@@ -105,7 +105,7 @@ def test_what_is_only_promised_counts_as_found_later():
 
     Mutation: `Matcher.found` counts promised pages as real; `Scheduler.found` looks at the lease alone.
     """
-    shop = Shop()
+    shop = StoreRun()
     shop.submit("ann", PROMPT)
     shop.submit("bob", PROMPT)
     assert shop.scheduler.found("bob") is None and shop.scheduler.found("nobody") is None
