@@ -230,14 +230,13 @@ def test_what_goes_wrong_ends_in_a_line(problem, status, says, monkeypatch, caps
     assert command.BENCHES["latency"] is latency
 
 
-def test_serve_without_its_packages_says_what_to_install():
-    """Somebody who has the core alone gets one line.
+@pytest.mark.parametrize(("package", "command"), [("msgspec", ["serve", "-h"]), ("httptools", ["serve"])])
+def test_serve_without_its_packages_says_what_to_install(package, command):
+    """With the core alone `sapwood serve` is one line, whichever of its packages is the first to be missing.
 
     Mutation: `main` of cli.py imports a command's module before it catches anything.
     """
-    script = (
-        "import sys; sys.modules['httptools'] = None; from sapwood.cli import main; sys.exit(main(['serve', '-h']))"
-    )
+    script = f"import sys; sys.modules[{package!r}] = None; from sapwood.cli import main; sys.exit(main({command!r}))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and not done.stdout
-    assert done.stderr == "sapwood serve: needs httptools: pip install 'sapwood[server]'\n"
+    assert done.stderr == f"sapwood serve: needs {package}: pip install 'sapwood[server]'\n"

@@ -136,6 +136,19 @@ class Subscriber:
             assert time.monotonic() < end, "nothing arrives"
             tell()
 
+    def catches_up(self, events: KVEventPublisher) -> None:
+        """Until each batch that was published is sent or dropped, and the last one that was sent has arrived."""
+        end = time.monotonic() + PATIENCE
+        while True:
+            counts = events.stats()
+            if counts["batches"] + counts["dropped"] + counts["failed"] == events._next - events._first:
+                break
+            assert time.monotonic() < end, "not all that was published is sent or dropped"
+            time.sleep(0.001)
+        sent = events._buffer[-1].sequence if events._buffer else -1
+        while self.last < sent:
+            assert self.listen(PATIENCE), f"at {self.last}, and {sent} does not come"
+
     def follows(self, last: int) -> None:
         """Until all up to the batch `last` is known, by what arrives and by replays."""
         end = time.monotonic() + PATIENCE

@@ -30,13 +30,14 @@ def held(flags: Mapping[str, Any], progress: Callable[[str], None], events: bool
     folder = Path(given.pop("holds"))
     hold(folder, "engine")
     opened = paced(given, progress, events)
-    read = opened.engine.adapters.read
+    adapters = opened.engine.requests.adapters
+    read = adapters.read
 
     def slowly(path: str, root: str | None = None) -> bytes:
         hold(folder, Path(path).name)
         return read(path, root)
 
-    opened.engine.adapters.read = slowly
+    adapters.read = slowly
     return opened
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from sapwood.sim.executor import batch_bytes
 from sapwood.sim.fuzz import Fuzz, FuzzReport
+from sapwood.sim.fuzz_report import PlanDigest
 from sapwood.sim.layouts import LAYOUTS
 
 from ..ages import LIMITS, age
@@ -17,17 +18,23 @@ STEPS = 30
 BEFORE = 3  # counters begin so far below a limit: they pass it in the middle of the attack
 
 
+class WithoutNumbers(PlanDigest):
+    """Of what is computed, not of the numbers that plans and operations have."""
+
+    def add_plan(self, plan: Any) -> None:
+        add = self._sha256.update
+        add(f"{plan.wake_in} {plan.copies!r} {plan.ended!r}".encode() + batch_bytes(plan.batch))
+        for name, table in plan.tables.items():
+            add(name.encode() + table[plan.batch.slots].tobytes())
+
+
 class Old(Fuzz):
-    """Its digest is of what is computed, not of the numbers that plans and operations have."""
+    """An attack on a scheduler whose counters begin at `at`."""
 
     def __init__(self, seed: int, layout: str, at: int, other: Fuzz | None = None) -> None:
         super().__init__(seed, layout, other)
         age(self.scheduler, at)
-
-    def write_down(self, plan: Any) -> None:
-        self.digest.update(f"{plan.wake_in} {plan.copies!r} {plan.ended!r}".encode() + batch_bytes(plan.batch))
-        for name, table in plan.tables.items():
-            self.digest.update(name.encode() + table[plan.batch.slots].tobytes())
+        self.digest = WithoutNumbers(self.scheduler.config.page_size)
 
 
 def attacked(layout: str, seed: int, at: int) -> FuzzReport:

@@ -319,8 +319,8 @@ class KVEventPublisher:
             self._keep_snapshot(sent)
         else:
             self._pub.send_multipart((self._topic, sent.sequence.to_bytes(8, "big"), sent.payload), zmq.NOBLOCK)
-            self._counts["batches"] += 1
             self._keep(sent)
+            self._counts["batches"] += 1
 
     def _keep(self, sent: _Sent) -> None:
         if self._router is None:
